@@ -1,0 +1,102 @@
+"""The `zs` command. Each part is imported when it is called, so a wrong word costs no time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: words after the program name; those of this process by default.
+
+    Returns:
+        0, or 2 where the user gave something wrong; the reason is on stderr.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zs", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train from a YAML file; a second start resumes")
+    train.add_argument("config", help="file, or name of a packaged one such as tiny.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=3e-4")
+    train.set_defaults(run=_train)
+
+    report = commands.add_parser("report", help="versions, devices, links, names and kernels")
+    report.set_defaults(run=_report)
+
+    bench = commands.add_parser("bench", help="measure a case beside its rivals")
+    bench.add_argument("words", nargs=argparse.REMAINDER, metavar="CASE ...")
+    bench.set_defaults(run=_bench)
+
+    data = commands.add_parser("data", help="token files").add_subparsers(required=True)
+    build = data.add_parser("build", help="text or JSON Lines files to one token file")
+    build.add_argument("out", type=Path, help="token file to write")
+    build.add_argument("inputs", type=Path, nargs="+", help="*.jsonl, or text files")
+    build.add_argument("--field", default="text", help="key of the text in JSON Lines")
+    build.set_defaults(run=_data_build)
+
+    checkpoint = commands.add_parser("checkpoint", help="checkpoint directories")
+    export = checkpoint.add_subparsers(required=True).add_parser(
+        "export", help="one file for other programs"
+    )
+    export.add_argument("directory", type=Path, help="checkpoint directory")
+    export.add_argument("out", type=Path, help="*.ckpt or *.safetensors")
+    export.set_defaults(run=_checkpoint_export)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> None:
+    from zero_strategy.experiments.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    # Only a checked configuration gets as far as Lightning.
+    from zero_strategy.experiments.train import train
+
+    train(config)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from zero_strategy.experiments.report import report
+
+    print(report())
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from zero_strategy.experiments.benchmarks.run import main as run_benchmark
+
+    run_benchmark(args.words)
+
+
+def _data_build(args: argparse.Namespace) -> None:
+    from zero_strategy.data.build import build_token_file
+
+    tokens = build_token_file(args.out, args.inputs, field=args.field)
+    print(
+        f"{args.out}: {len(tokens.ids):,} tokens, {tokens.num_documents:,} documents, "
+        f"{tokens.num_bytes:,} bytes of text"
+    )
+
+
+def _checkpoint_export(args: argparse.Namespace) -> None:
+    from zero_strategy.checkpoint.export import export
+
+    export(args.directory, args.out)
+    print(f"{args.out}: {args.out.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Find the modules to shard as units.
+
+A unit is gathered, computed and let go together. Too large and memory peaks, too small and the
+collectives no longer hide under compute; the repeated block of a network is the right size.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+_SMALLEST_SHARE = 0.05
+"""A list of modules with a smaller share of the parameters is not worth its own collectives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """The modules to shard, in the order in which they are registered."""
+
+    modules: dict[str, nn.Module]
+    """Qualified name -> unit. Everything else forms the root unit."""
+    source: str
+    """How they were found, for the printed plan."""
+    tied_out: tuple[str, ...] = ()
+    """Blocks left in the root because they share parameters with another unit."""
+
+    @property
+    def class_names(self) -> str:
+        """Class names of the units, for the printed plan."""
+        return ", ".join(sorted({type(m).__name__ for m in self.modules.values()})) or "none"
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of parameter elements, shared ones counted once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def find_units(
+    module: nn.Module, blocks: Sequence[type[nn.Module]] | None, *, every_child: bool
+) -> Units:
+    """Choose the units of a module.
+
+    Args:
+        module: the user's module, not yet sharded.
+        blocks: classes to shard, or None to find the repeated blocks.
+        every_child: also make each direct child a unit (manual optimization runs its backward
+            inside the root's forward, so the root must own no parameter).
+    Raises: ValueError: `blocks` names a class that does not occur, or `every_child` is impossible.
+    """
+    if blocks is not None:
+        found, source = _instances(module, blocks), "blocks="
+    else:
+        found, source = _declared(module), "_no_split_modules"
+        if not found:
+            found, source = _repeated(module), "repeated blocks"
+    if every_child:
+        children = {n: c for n, c in module.named_children() if num_parameters(c)}
+        _refuse_shared_children(children)
+        found = {n: m for n, m in module.named_modules() if n in children or n in found}
+    kept, tied_out = _without_tied(module, found)
+    return Units(modules=kept, source=source if kept else "none found", tied_out=tied_out)
+
+
+def _instances(module: nn.Module, blocks: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
+    found = {n: m for n, m in module.named_modules() if isinstance(m, tuple(blocks)) and n}
+    missing = [b.__name__ for b in blocks if not any(isinstance(m, b) for m in found.values())]
+    if missing:
+        present = sorted({type(m).__name__ for m in module.modules()})
+        raise ValueError(
+            f"zero.blocks = {missing}: must be classes that occur in the module. "
+            f"Present: {', '.join(present)}."
+        )
+    return found
+
+
+def _declared(module: nn.Module) -> dict[str, nn.Module]:
+    """Blocks named by Hugging Face's `_no_split_modules`."""
+    names: set[str] = set()
+    for sub in module.modules():
+        names.update(vars(type(sub)).get("_no_split_modules") or ())
+    return {n: m for n, m in module.named_modules() if type(m).__name__ in names}
+
+
+def _repeated(module: nn.Module) -> dict[str, nn.Module]:
+    """Members of the outermost lists that hold several modules of one class."""
+    total = num_parameters(module)
+    found: dict[str, nn.Module] = {}
+    for name, sub in module.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(sub, nn.ModuleList | nn.Sequential) and _is_repetition(sub, total):
+            found.update({f"{name}.{i}" if name else i: m for i, m in sub.named_children()})
+    return found
+
+
+def _is_repetition(container: nn.Module, total: int) -> bool:
+    members = list(container.children())
+    if len(members) < 2 or len({type(m) for m in members}) > 1:
+        return False
+    return num_parameters(container) >= max(_SMALLEST_SHARE * total, 1)
+
+
+def _owners(module: nn.Module, units: dict[str, nn.Module]) -> dict[int, set[str]]:
+    """id(parameter) -> innermost units that hold it; "" is the root."""
+    owners: dict[int, set[str]] = defaultdict(set)
+    for name, sub in module.named_modules(remove_duplicate=False):
+        own = max((u for u in units if f"{name}.".startswith(f"{u}.")), key=len, default="")
+        for parameter in sub.parameters(recurse=False):
+            owners[id(parameter)].add(own)
+    return owners
+
+
+def _without_tied(
+    module: nn.Module, found: dict[str, nn.Module]
+) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """Leave every block that shares a parameter with another unit to the root."""
+    kept = dict(found)
+    while True:
+        shared = {o for owners in _owners(module, kept).values() if len(owners) > 1 for o in owners}
+        shared &= set(kept)
+        if not shared:
+            return kept, tuple(n for n in found if n not in kept)
+        # A unit nested in a tied one would still separate its parameters from the root's.
+        kept = {n: m for n, m in kept.items() if n not in shared}
+
+
+def _refuse_shared_children(children: dict[str, nn.Module]) -> None:
+    first: dict[int, str] = {}
+    for name, child in children.items():
+        for path, parameter in child.named_parameters():
+            other = first.setdefault(id(parameter), name)
+            if other != name:
+                raise ValueError(
+                    f"{name}.{path} is shared with {other!r}: must belong to one direct child of "
+                    "the LightningModule under manual optimization. Put both modules into one "
+                    "nn.Module."
+                )
+
+
+def parameter_names(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Names and parameters, tied ones under each of their names."""
+    return module.named_parameters(remove_duplicate=False)

@@ -1,0 +1,1 @@
+"""Sharded checkpoints: what is stored, where, and how it comes back on other ranks."""

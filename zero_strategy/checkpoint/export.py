@@ -1,0 +1,93 @@
+"""One file from a checkpoint directory, for programs that know nothing of sharding."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zero_strategy.checkpoint import storage
+
+
+def load_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """Read the whole weights of a checkpoint directory in this process.
+
+    Args:
+        path: directory written by `Trainer.save_checkpoint` or `ModelCheckpoint`.
+    Returns: qualified name -> whole tensor on CPU, ready for `module.load_state_dict`.
+    Raises: ValueError: the directory is no complete checkpoint.
+    Cost: no collective; host memory of the whole weights.
+
+    Example:
+        >>> module.load_state_dict(zero_strategy.load_state_dict("step-100.ckpt"))
+    """
+    path = Path(path)
+    storage.load_meta(path)
+    return _without_prefix(read_all(path, "model."), "model.")
+
+
+def export(path: str | Path, out: str | Path) -> None:
+    """Consolidate a checkpoint directory into one file.
+
+    Args:
+        path: the checkpoint directory.
+        out: `*.ckpt` for a Lightning checkpoint that any Trainer resumes from, or
+            `*.safetensors` for the weights alone.
+    Raises: ValueError: another ending, or no complete checkpoint.
+    Cost: no collective; host memory of everything that is written.
+    """
+    path, out = Path(path), Path(out)
+    if out.suffix == ".safetensors":
+        save_file(load_state_dict(path), out)
+    elif out.suffix == ".ckpt":
+        torch.save(_lightning_checkpoint(path), out)
+    else:
+        raise ValueError(
+            f"out = '{out}': must end in .ckpt (Lightning, resumable) or .safetensors (weights). "
+            f"Use {out.with_suffix('.ckpt')}."
+        )
+
+
+def read_all(path: Path, prefix: str) -> dict[str, Tensor]:
+    """Whole tensors whose canonical name starts with the prefix, read in this process alone."""
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in storage.stored(path).items()
+        if name.startswith(prefix)
+    }
+    storage.load(path, tensors, alone=True)
+    return tensors
+
+
+def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items()}
+
+
+def _lightning_checkpoint(path: Path) -> dict[str, Any]:
+    checkpoint = storage.load_meta(path)
+    extra = checkpoint.pop("model_extra_state", {})
+    optimizers = checkpoint.pop("optimizers", None)
+    checkpoint["sharded_state"] = {
+        key: _without_prefix(read_all(path, f"extra.{key}."), f"extra.{key}.")
+        for key in checkpoint["sharded_state"]
+    }
+    checkpoint["state_dict"] = load_state_dict(path) | extra
+    if optimizers is not None:
+        checkpoint["optimizer_states"] = [
+            _integer_keyed(meta, read_all(path, f"optim.{i}."), f"optim.{i}.")
+            for i, meta in enumerate(optimizers)
+        ]
+    return checkpoint
+
+
+def _integer_keyed(meta: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> dict[str, Any]:
+    """The state dict that torch's own `Optimizer.load_state_dict` expects."""
+    order = [name for group in meta["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(order)}
+    state: dict[int, dict[str, Any]] = {number[n]: dict(s) for n, s in meta["scalars"].items()}
+    for key, tensor in tensors.items():
+        name, slot = key.removeprefix(prefix).rsplit(".", 1)
+        state[number[name]][slot] = tensor
+    groups = [{**g, "params": [number[n] for n in g["params"]]} for g in meta["param_groups"]]
+    return {"state": {k: v for k, v in state.items() if v}, "param_groups": groups}

@@ -1,0 +1,226 @@
+"""Canonical names for a run's tensors: what is stored never depends on how it was sharded.
+
+    model.<qualified name>                      parameters and persistent buffers
+    optim.<index>.<qualified name>.<slot>       optimizer state, by the parameter's name
+
+Each name stands for one global logical tensor. Scalars of the optimizers' groups go to the
+metadata, so a resumed run may hold keys the saved one lacked.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from zero_strategy.checkpoint import storage
+from zero_strategy.gradient import local
+
+_EXTRA_STATE = "_extra_state"
+
+
+def model_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split a module's state dict into tensors and the rest (`get_extra_state`)."""
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.detach()
+        else:
+            extra[name] = value
+    return tensors, extra
+
+
+def check_names(there: Iterable[str], here: Iterable[str], *, strict: bool) -> set[str]:
+    """Compare names both ways.
+
+    Returns: the names on both sides.
+    Raises: ValueError: `strict` and the sides differ; lists missing and unexpected names.
+    """
+    there, here = set(there), set(here)
+    missing, unexpected = sorted(here - there), sorted(there - here)
+    if strict and (missing or unexpected):
+        lines = [f"model.{n}: missing in the checkpoint{_nearest(n, unexpected)}" for n in missing]
+        lines += [f"model.{n}: in the checkpoint, not in the module" for n in unexpected]
+        shown = "\n".join(lines[:20]) + ("\n..." if len(lines) > 20 else "")
+        raise ValueError(f"{shown}\nSet strict_loading = False on the module to load the rest.")
+    return there & here
+
+
+def _nearest(name: str, candidates: list[str]) -> str:
+    near = difflib.get_close_matches(name, candidates, n=1)
+    return f" (nearest there: {near[0]})" if near else ""
+
+
+def load_model(path: Path, module: nn.Module, *, strict: bool) -> None:
+    """Fill a sharded module from a checkpoint directory. Collective."""
+    here, _ = model_state(module)
+    there = {n.removeprefix("model.") for n in storage.stored(path) if n.startswith("model.")}
+    names = check_names(there, here, strict=strict)
+    storage.load(path, {f"model.{n}": here[n] for n in sorted(names)})
+
+
+def load_model_from_full(full: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+    """Fill a sharded module from whole tensors that every rank can read. No collective."""
+    here, _ = model_state(module)
+    tensors = {n: v for n, v in full.items() if isinstance(v, Tensor)}
+    for name in sorted(check_names(tensors, here, strict=strict)):
+        copy_whole(here[name], tensors[name], f"model.{name}")
+
+
+def copy_whole(target: Tensor, whole: Tensor, name: str) -> None:
+    """Fill a tensor, sharded or not, from a whole one that this rank holds. No collective.
+
+    Raises: ValueError: the shapes differ.
+    """
+    if target.shape != whole.shape:
+        raise ValueError(
+            f"{name}: stored as {tuple(whole.shape)}, must be {tuple(target.shape)}. Load a "
+            "checkpoint of the same model."
+        )
+    if isinstance(target, DTensor):
+        # Without a source rank each rank cuts its own part, and nothing is sent.
+        whole = whole.to(target.to_local().device)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    with torch.no_grad():
+        local(target).copy_(local(whole))
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state by parameter name.
+
+    Args:
+        optimizer: any torch optimizer.
+        names: id(parameter) -> qualified name.
+    Returns: {"state": {name: {slot: value}}, "param_groups": [{..., "params": [name]}]}.
+    """
+    state = {names[id(p)]: dict(slots) for p, slots in optimizer.state.items()}
+    groups = [
+        {
+            **{k: v for k, v in g.items() if k != "params"},
+            "params": [names[id(p)] for p in g["params"]],
+        }
+        for g in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def split_optimizer_state(index: int, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict]:
+    """Split what `optimizer_state` gave into named tensors and metadata."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, slots in state["state"].items():
+        scalars[name] = {}
+        for slot, value in slots.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                tensors[f"optim.{index}.{name}.{slot}"] = value
+            else:
+                scalars[name][slot] = value
+    return tensors, {"param_groups": state["param_groups"], "scalars": scalars}
+
+
+def load_optimizer(
+    path: Path, index: int, meta: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+) -> None:
+    """Fill an optimizer from a checkpoint directory. Collective.
+
+    Raises: ValueError: the optimizer steps other parameters than the stored one.
+    """
+    by_name = _parameters_by_name(optimizer, names)
+    _check_same_parameters(index, meta["scalars"], by_name)
+    prefix = f"optim.{index}."
+    state: dict[str, dict[str, Any]] = {n: dict(s) for n, s in meta["scalars"].items()}
+    wanted: dict[str, Tensor] = {}
+    for key, entry in storage.stored(path).items():
+        if key.startswith(prefix):
+            name, slot = key.removeprefix(prefix).rsplit(".", 1)
+            wanted[key] = _slot_like(by_name[name], tuple(entry.size), entry.properties.dtype)
+            state[name][slot] = wanted[key]
+    storage.load(path, wanted)
+    _set_state(optimizer, state, meta["param_groups"], names)
+
+
+def load_optimizer_from_full(
+    index: int, full: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+) -> None:
+    """Fill an optimizer from a plain state dict with whole tensors. No collective.
+
+    Integer keys, as `Optimizer.state_dict` writes them, count parameters in group order.
+    """
+    by_name = _parameters_by_name(optimizer, names)
+    order = [n for group in optimizer.param_groups for n in (names[id(p)] for p in group["params"])]
+    rename: dict[Any, str] = dict(enumerate(order)) | {n: n for n in order}
+    unknown = [k for k in full["state"] if k not in rename]
+    if unknown:
+        raise ValueError(
+            f"optim.{index}: the checkpoint holds state for parameters {unknown[:5]} that the "
+            "optimizer does not step. Build it over the same parameters in the same groups."
+        )
+    state: dict[str, dict[str, Any]] = {}
+    for key, slots in full["state"].items():
+        name = rename[key]
+        state[name] = {}
+        for slot, value in slots.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                target = _slot_like(by_name[name], tuple(value.shape), value.dtype)
+                copy_whole(target, value, f"optim.{index}.{name}.{slot}")
+                value = target
+            state[name][slot] = value
+    groups = [
+        {**group, "params": [rename[p] for p in group["params"]]} for group in full["param_groups"]
+    ]
+    _set_state(optimizer, state, groups, names)
+
+
+def _parameters_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
+    return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _check_same_parameters(index: int, there: Iterable[str], here: Mapping[str, Tensor]) -> None:
+    lost = [n for n in there if n not in here]
+    if lost:
+        raise ValueError(
+            f"optim.{index}: the checkpoint holds state for {lost[:5]} that the optimizer does not "
+            "step. Build it over the same parameters, or load the weights only."
+        )
+
+
+def _slot_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty slot: cut like its parameter if it has the same shape, else whole."""
+    if tuple(parameter.shape) == shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=local(parameter).device)
+
+
+def _set_state(
+    optimizer: Optimizer,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Iterable[Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> None:
+    """Install slots, and the stored scalars of each group that still has its parameters."""
+    by_name = _parameters_by_name(optimizer, names)
+    optimizer.state.clear()
+    for name, slots in state.items():
+        if slots:
+            optimizer.state[by_name[name]] = {
+                k: _step_device(v, by_name[name], optimizer) for k, v in slots.items()
+            }
+    stored_groups = {frozenset(g["params"]): g for g in groups}
+    for group in optimizer.param_groups:
+        same = stored_groups.get(frozenset(names[id(p)] for p in group["params"]))
+        if same is not None:
+            group.update({k: v for k, v in same.items() if k != "params"})
+
+
+def _step_device(value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
+    """Where a 0-dim slot belongs: fused and capturable optimizers keep `step` on the device."""
+    if not isinstance(value, Tensor) or value.ndim > 0:
+        return value
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    return value.to(local(parameter).device if on_device else "cpu")

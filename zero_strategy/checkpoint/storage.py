@@ -1,0 +1,127 @@
+"""The seam to the disk: a checkpoint is a directory of sharded tensors and one metadata file.
+
+    step-100.ckpt/
+      .metadata, __0_0.distcp, ...   torch.distributed.checkpoint: tensors by canonical name
+      meta.pt                        everything else, plain data, read with weights_only=True
+
+A save writes beside its target and renames, so the target is never half written and an
+existing checkpoint of the same name stays whole until the new one is complete.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+META_FILE = "meta.pt"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is a complete checkpoint of ours."""
+    return (path / META_FILE).is_file()
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write a checkpoint directory; every rank calls it with the same path and names.
+
+    Args:
+        path: the directory; replaced as a whole if it exists.
+        tensors: canonical name -> DTensor, or a tensor equal on all ranks.
+        meta: plain data, rank 0's is written.
+    Cost: collective; each rank writes its shards.
+    """
+    beside = path.with_name(f".{path.name}.inprogress")
+    if _is_first_rank():
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+    _barrier()
+    dcp.save(dict(tensors), checkpoint_id=beside)
+    if _is_first_rank():
+        # The file that makes a directory a checkpoint comes last.
+        torch.save(dict(meta), beside / META_FILE)
+        _swap(beside, path)
+    _barrier()
+
+
+def _swap(beside: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        path.rename(old)
+    elif path.exists():
+        path.unlink()
+    beside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_meta(path: Path) -> dict[str, Any]:
+    """Read the metadata of a checkpoint directory. Runs no code from the file.
+
+    Raises: ValueError: the directory is no complete checkpoint.
+    """
+    if not is_checkpoint(path):
+        raise ValueError(
+            f"{path}: must be a checkpoint directory with {META_FILE}. The save did not complete, "
+            "or this is another program's directory. Choose an earlier checkpoint."
+        )
+    return torch.load(path / META_FILE, map_location="cpu", weights_only=True)
+
+
+def stored(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Names, shapes and dtypes of the tensors in a checkpoint directory."""
+    metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
+    entries = metadata.state_dict_metadata
+    return {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+
+
+def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
+    """Fill tensors in place from a checkpoint directory, whatever ranks wrote it.
+
+    Args:
+        path: the directory.
+        tensors: canonical name -> destination.
+        alone: read in this process only, also inside a process group.
+    Raises: ValueError: a name is missing, or its shape or dtype differs.
+    Cost: collective unless `alone`; each rank reads what its shards need.
+    """
+    there = stored(path)
+    problems = [f"{n}: not in {path}" for n in tensors if n not in there]
+    for name, tensor in tensors.items():
+        entry = there.get(name)
+        if entry is None:
+            continue
+        if tuple(entry.size) != tuple(tensor.shape) or entry.properties.dtype != tensor.dtype:
+            problems.append(
+                f"{name}: stored as {tuple(entry.size)} {entry.properties.dtype}, must be "
+                f"{tuple(tensor.shape)} {tensor.dtype}"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+    if tensors:
+        dcp.load(dict(tensors), checkpoint_id=path, no_dist=alone)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint of ours; leaves any other directory alone."""
+    if is_checkpoint(path):
+        doomed = path.with_name(f".{path.name}.deleting")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    elif path.is_file():
+        path.unlink()
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

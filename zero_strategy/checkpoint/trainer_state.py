@@ -1,0 +1,128 @@
+"""Between a Trainer's checkpoint dictionary and the directory on the disk.
+
+Lightning collects one dictionary: weights, optimizer states, loops, callbacks, hyper-parameters.
+Its tensors go to the storage by canonical name, the rest becomes metadata. Coming back, the
+dictionary holds stand-ins for tensors that are still on the disk, and the strategy reads each
+straight into its shards.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy.checkpoint import state, storage
+from zero_strategy.checkpoint.export import read_all
+from zero_strategy.checkpoint.plain import plain
+
+_TENSORS = ("state_dict", "optimizer_states", "sharded_state")
+
+
+class Stored(Mapping[str, Tensor]):
+    """Tensors of a checkpoint directory by name, read when asked for.
+
+    Args:
+        path: the checkpoint directory.
+        prefix: first part of their canonical names, which the keys leave out.
+    """
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self.path = path
+        self.prefix = prefix
+        self._names = [n.removeprefix(prefix) for n in storage.stored(path) if n.startswith(prefix)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return read_all(self.path, self.prefix + name)[self.prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read into existing tensors, sharded or not. Collective."""
+        storage.load(self.path, {self.prefix + n: t for n, t in tensors.items()})
+
+
+def write(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Store a Trainer's checkpoint dictionary as a directory. Collective.
+
+    A callback may add tensors of its own as `checkpoint["sharded_state"][key][name]`.
+
+    Raises: ValueError: some metadata has no plain form; names its path.
+    """
+    meta = {k: v for k, v in checkpoint.items() if k not in _TENSORS}
+    # The class of the hyper-parameters' container; they are stored as plain data.
+    meta.pop("hparams_type", None)
+    weights = checkpoint["state_dict"]
+    tensors = {f"model.{n}": t for n, t in weights.items() if isinstance(t, Tensor)}
+    meta["model_extra_state"] = {n: v for n, v in weights.items() if not isinstance(v, Tensor)}
+    if "optimizer_states" in checkpoint:
+        meta["optimizers"] = []
+        for index, optimizer in enumerate(checkpoint["optimizer_states"]):
+            named, described = state.split_optimizer_state(index, optimizer)
+            tensors.update(named)
+            meta["optimizers"].append(described)
+    extra = checkpoint.get("sharded_state", {})
+    meta["sharded_state"] = list(extra)
+    for key, named in extra.items():
+        tensors.update({f"extra.{key}.{n}": t for n, t in named.items()})
+    storage.save(path, tensors, plain(meta))
+
+
+def read(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint directory of ours, or a Lightning file, as the dictionary it was.
+
+    Args:
+        path: directory or file.
+        weights_only: for files, as in `torch.load`; a directory never runs code from its
+            metadata.
+    """
+    if not path.is_dir():
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    checkpoint = storage.load_meta(path)
+    checkpoint["state_dict"] = Stored(path, "model.")
+    if "optimizers" in checkpoint:
+        checkpoint["optimizer_states"] = checkpoint.pop("optimizers")
+    checkpoint["sharded_state"] = {
+        key: Stored(path, f"extra.{key}.") for key in checkpoint["sharded_state"]
+    }
+    return checkpoint
+
+
+def load_module(checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+    """Fill a sharded module. Collective."""
+    weights = checkpoint["state_dict"]
+    if isinstance(weights, Stored):
+        state.load_model(weights.path, module, strict=strict)
+        extra = checkpoint["model_extra_state"]
+    else:
+        state.load_model_from_full(weights, module, strict=strict)
+        extra = {n: v for n, v in weights.items() if not isinstance(v, Tensor)}
+    for name, value in extra.items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+
+def load_optimizers(
+    checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> None:
+    """Fill the optimizers of a sharded module. Collective.
+
+    Raises: ValueError: another number of optimizers, or other parameters.
+    """
+    stored = checkpoint["optimizer_states"]
+    if len(stored) != len(optimizers):
+        raise ValueError(
+            f"the checkpoint holds {len(stored)} optimizers, must be {len(optimizers)} as "
+            "configure_optimizers returns. Return as many, or load the weights only."
+        )
+    weights = checkpoint["state_dict"]
+    for index, (optimizer, meta) in enumerate(zip(optimizers, stored, strict=True)):
+        if isinstance(weights, Stored):
+            state.load_optimizer(weights.path, index, meta, optimizer, names)
+        else:
+            state.load_optimizer_from_full(index, meta, optimizer, names)

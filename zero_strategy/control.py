@@ -1,0 +1,124 @@
+"""Agreement between ranks about events that only one of them may see.
+
+A signal may reach one rank only, and a non-finite gradient norm becomes visible to the host at
+a moment that differs per rank. Acting on either alone would leave the others waiting in a
+collective. Each micro-batch posts one small all-reduce on a CPU process group and reads the one
+posted a micro-batch earlier, which has long completed: the accelerator is never touched and the
+host does not wait, yet all ranks act at the same micro-batch.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Event(IntEnum):
+    """Index of an event in the message the ranks exchange."""
+
+    STOP_REQUESTED = 0
+    NON_FINITE = 1
+
+
+class NonFiniteGradientError(ValueError):
+    """The global gradient norm was inf or NaN."""
+
+
+_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks for messages between hosts; None for a single process.
+
+    Every rank must make the first call together. The group lives as long as the default one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    default = dist.distributed_c10d._get_default_group()
+    if default not in _groups:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        _groups[default] = group
+    return _groups[default]
+
+
+class ControlPoll:
+    """Posts this rank's events and learns, one micro-batch later, of everybody's.
+
+    Args:
+        group: the control group, or None for a single process.
+        handlers: what to do once an event is agreed on; called on every rank.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, handlers: dict[Event, Callable[[], None]]
+    ) -> None:
+        self._group = group
+        self._handlers = handlers
+        self._seen = torch.zeros(len(Event), dtype=torch.int32)
+        self._posted: tuple[dist.Work, Tensor] | None = None
+
+    def report(self, event: Event) -> None:
+        """Note an event on this rank; safe to call from a signal handler."""
+        self._seen[event] = 1
+
+    def poll(self) -> None:
+        """Act on what was agreed and post the next message. Call on every rank, in step."""
+        if self._group is None:
+            self._act(self._seen)
+            return
+        if self._posted is not None:
+            work, message = self._posted
+            work.wait()
+            self._posted = None
+            self._act(message)
+        message = self._seen.clone()
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous all-reduce returns its work"
+        self._posted = (work, message)
+
+    def drain(self) -> None:
+        """Wait for the last message, without acting on it. Call on every rank at the end."""
+        if self._posted is not None:
+            self._posted[0].wait()
+            self._posted = None
+
+    def _act(self, message: Tensor) -> None:
+        for event in Event:
+            if message[event]:
+                self._handlers[event]()
+
+
+class FiniteWatch:
+    """Judges global gradient norms without stalling the accelerator.
+
+    On the CPU a norm is judged at once, before the gradients are changed or used. On an
+    accelerator it is copied to the host in the background and judged when it has arrived, a
+    micro-batch or two later: the run stops, but the weights of the last steps may be spoilt.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, torch.Event, Tensor]] = []
+        self.bad_step: int | None = None
+
+    def watch(self, norm: Tensor, step: int) -> bool:
+        """Take in one norm; returns False if it is already known to be non-finite."""
+        if norm.device.type == "cpu":
+            return bool(norm.isfinite())
+        host = torch.empty((), dtype=norm.dtype, pin_memory=True)
+        host.copy_(norm, non_blocking=True)
+        event = torch.Event(device=norm.device)
+        event.record()
+        self._pending.append((step, event, host))
+        return True
+
+    def any_bad(self, *, wait: bool = False) -> bool:
+        """Whether a norm that has arrived was non-finite; `wait` blocks for all of them."""
+        while self._pending and (wait or self._pending[0][1].query()):
+            step, event, host = self._pending.pop(0)
+            event.synchronize()
+            if self.bad_step is None and not bool(host.isfinite()):
+                self.bad_step = step
+        return self.bad_step is not None

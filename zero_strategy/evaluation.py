@@ -1,0 +1,135 @@
+"""Evaluation in which ranks may do different amounts of work.
+
+Gathering a unit is a collective: every rank must join, in the same order. In evaluation ranks
+often differ: 9 samples over 2 ranks make 5 and 4 batches, generation ends at different lengths,
+a branch depends on the data. Left alone, one rank's gather meets another rank's, or nobody's,
+and the run hangs or, worse, mixes up weights.
+
+Here ranks take turns. Before a unit is gathered, all ranks say on a CPU group which unit they
+need next, or that they have nothing left to do. One of the named units is gathered by all;
+a rank that did not ask for it lets it go and asks again. Ranks in step agree at the first try.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_DONE = -1
+
+
+class Turns:
+    """Makes gathers in evaluation independent of what other ranks do.
+
+    Args:
+        units: the sharded modules, in the same order on every rank, the root last.
+        stays: whether a unit stays gathered after its forward, until `end_step`.
+        group: the control group.
+    Cost: one all-gather of 8 bytes per rank on the CPU for each gather of a unit.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[nn.Module],
+        stays: Callable[[int], bool],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._units = units
+        self._root = len(units) - 1
+        self._stays = stays
+        self._group = group
+        self._gathered: set[int] = set()
+        self._active = False
+        self._stepped = False
+        self._hooks = (
+            [
+                # Before FSDP2's own hook, which is the one that gathers.
+                unit.register_forward_pre_hook(self._asking_hook(i), prepend=True)
+                for i, unit in enumerate(units)
+            ]
+            if group is not None
+            else []
+        )
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Take turns inside, and let every unit go at the end.
+
+        Code outside a step therefore finds sharded parameters.
+        """
+        self._active, self._stepped = True, True
+        try:
+            yield
+        finally:
+            self._active = False
+            self._gathered.clear()
+            for unit in self._units:
+                _sharded(unit).reshard()
+
+    def take_stepped(self) -> bool:
+        """Whether a step ran since this was last asked."""
+        stepped, self._stepped = self._stepped, False
+        return stepped
+
+    def gather(self, index: int) -> None:
+        """Gather one unit in turn and keep it until `end_step`."""
+        if self._group is not None and index not in self._gathered:
+            self._wait_for_turn(index)
+        _sharded(self._units[index]).unshard()
+
+    def finish(self) -> None:
+        """Serve the other ranks until none has work left. Every rank calls it after its steps."""
+        if self._group is None:
+            return
+        while (unit := self._agree(_DONE)) != _DONE:
+            self._serve(unit)
+
+    def _asking_hook(self, index: int) -> Callable[..., None]:
+        def ask(module: nn.Module, args: object) -> None:
+            if self._active and index not in self._gathered:
+                self._wait_for_turn(index)
+
+        return ask
+
+    def _wait_for_turn(self, index: int) -> None:
+        while (unit := self._agree(index)) != index:
+            self._serve(unit)
+        if self._stays(index):
+            self._gathered.add(index)
+
+    def _serve(self, index: int) -> None:
+        """Join a gather this rank did not ask for."""
+        unit = _sharded(self._units[index])
+        if index in self._gathered:
+            unit.reshard()
+            unit.unshard()
+        else:
+            unit.unshard()
+            unit.reshard()
+
+    def _agree(self, wanted: int) -> int:
+        """The unit all ranks gather next, or `_DONE`.
+
+        The root's turn comes when nobody needs another unit: then every rank is between two
+        steps, and none is inside the root's forward, where FSDP2 would not let it go.
+        """
+        world_size = dist.get_world_size(self._group)
+        answers = torch.empty(world_size, dtype=torch.int64)
+        dist.all_gather_into_tensor(answers, torch.tensor([wanted]), group=self._group)
+        working = answers[answers != _DONE]
+        inner = working[working != self._root]
+        chosen = inner if len(inner) else working
+        return int(chosen[0]) if len(chosen) else _DONE
+
+
+def _sharded(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), "only sharded modules take turns"
+    return module

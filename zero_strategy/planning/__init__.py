@@ -1,0 +1,1 @@
+"""Planning: what a run will need. Pure functions; no process group, no GPU."""

@@ -1,0 +1,44 @@
+"""What the parts tell one another, by structure alone: nothing here is ever inherited."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from zero_strategy.planning.estimate import MemoryPlan
+
+
+@runtime_checkable
+class TellsPlan(Protocol):
+    """A strategy that can say what it planned, what it checked and what it waited for."""
+
+    plan: MemoryPlan
+    """Bytes each rank was planned to hold."""
+
+    checks: dict[str, str]
+    """Outcome of each check made at set-up, for example `{"dtype": "ok"}`."""
+
+    grad_norm: Tensor | None
+    """Last global fp32 gradient norm before clipping, 0-dim, on the device.
+
+    Cost: reading its value syncs the host; read it on log steps only.
+    """
+
+    def take_exposed_comm_ms(self) -> float | None:
+        """Communication that compute had to wait for since the last call.
+
+        Returns: milliseconds on this rank, or None where it is not measured.
+        """
+        ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A LightningModule that knows how much work a batch is."""
+
+    def num_tokens(self, batch: Any) -> int:
+        """Tokens in this rank's batch; must not sync the host."""
+        ...
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs per trained token, forward + backward, without recompute."""
+        ...

@@ -1,0 +1,258 @@
+"""The sole caller of `fully_shard`: a module becomes units on a mesh.
+
+Unit by unit, in the order of registration: build on the device if it lies on meta, take rank 0's
+values, shard, free. A rank therefore never holds more than its shards, one whole unit and the
+root's own parameters.
+"""
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zero_strategy.blocks import Units, num_parameters
+from zero_strategy.config import ZeroStage
+from zero_strategy.gradient import local
+from zero_strategy.planning.estimate import MemoryPlan
+
+_WARM_UP = object()
+
+
+class ZeroRoot(nn.Module):
+    """The root unit: holds the user's module and whatever no other unit holds.
+
+    Its hooks surround each whole step, so code inside a step may use any parameter of the root,
+    and a nested call of the user's module gathers nothing twice.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Call the user's module."""
+        if args == (_WARM_UP,):
+            return None
+        return self.module(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A module after sharding."""
+
+    root: ZeroRoot
+    units: dict[str, nn.Module]
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    tied_out: tuple[str, ...]
+    unit_classes: str
+    source: str
+    num_params: int
+    num_trainable: int
+
+    @property
+    def modules(self) -> list[FSDPModule]:
+        """Every unit, the root last."""
+        return [m for m in (*self.units.values(), self.root) if isinstance(m, FSDPModule)]
+
+    def reshard(self) -> None:
+        """Let all gathered parameters go. No collective; does nothing where nothing is gathered."""
+        for module in self.modules:
+            module.reshard()
+
+    def use_stage(self, zero_stage: ZeroStage) -> None:
+        """Set for a run what stays gathered between forward and backward."""
+        for unit in self.units.values():
+            assert isinstance(unit, FSDPModule), "units are sharded before a stage is chosen"
+            unit.set_reshard_after_forward(zero_stage == 3, recurse=False)
+
+
+def shard_module(
+    module: nn.Module,
+    units: Units,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    policy: MixedPrecisionPolicy,
+    compile_blocks: bool,
+) -> Sharded:
+    """Shard a module in place.
+
+    Args:
+        module: the user's module, on CPU, meta or the device.
+        units: what `find_units` chose.
+        mesh: one axis; parameters are cut along their first dim over it.
+        device: this rank's device.
+        policy: dtypes of compute and reduction.
+        compile_blocks: call `.compile()` on each unit first.
+    Cost: collective; one broadcast of the module's bytes, unit by unit.
+    """
+    num_params = num_parameters(module)
+    unit_classes = units.class_names  # FSDP2 renames the classes it shards
+    num_trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    build = _Builder(module, mesh, device)
+    for unit in units.modules.values():
+        if compile_blocks:
+            unit.compile()
+    for sub, finished in _post_order(module, set(map(id, units.modules.values()))):
+        build.materialize(sub)
+        for unit in finished:
+            build.prepare(unit)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    build.prepare(module)
+    root = ZeroRoot(module)
+    # Inputs of a whole step may be targets or indices kept as floats: the root must not cast them.
+    root_policy = dataclasses.replace(policy, cast_forward_inputs=False)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
+    with torch.no_grad():
+        # FSDP2 takes the first module to run as the root of all: it must be this one, even if
+        # the user's first call is to a block.
+        nn.Module.__call__(root, _WARM_UP)
+    root.reshard()
+    return Sharded(
+        root=root,
+        units=units.modules,
+        mesh=mesh,
+        policy=policy,
+        tied_out=units.tied_out,
+        unit_classes=unit_classes,
+        source=units.source,
+        num_params=num_params,
+        num_trainable=num_trainable,
+    )
+
+
+def _post_order(
+    module: nn.Module, unit_ids: set[int]
+) -> list[tuple[nn.Module, tuple[nn.Module, ...]]]:
+    """Modules in registration order, each with the units whose last module it is, inner first."""
+    order = list(module.modules())
+    last: dict[int, list[nn.Module]] = defaultdict(list)
+    position = {id(m): i for i, m in enumerate(order)}
+    for sub in reversed(order):
+        if id(sub) in unit_ids:
+            last[max(position[id(m)] for m in sub.modules())].append(sub)
+    return [(sub, tuple(last.get(i, ()))) for i, sub in enumerate(order)]
+
+
+class _Builder:
+    """Brings a module's tensors onto the device with the same values on every rank."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._done: set[int] = set()
+        self._names = {id(sub): name for name, sub in module.named_modules()}
+        self._ties = _ties(module)
+
+    def materialize(self, sub: nn.Module) -> None:
+        """Build the tensors a module owns itself, if they lie on meta."""
+        tensors = [*sub.parameters(recurse=False), *sub.buffers(recurse=False)]
+        if not any(t.is_meta for t in tensors):
+            return
+        reset = getattr(sub, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"{self._names[id(sub)]} ({type(sub).__name__}) lies on the meta device: must have "
+                "a reset_parameters() that fills its own parameters and buffers. Add one, or build "
+                "the module on CPU."
+            )
+        sub.to_empty(device=self._device, recurse=False)
+        with torch.no_grad():
+            reset()
+
+    def prepare(self, module: nn.Module) -> None:
+        """Tie, move to the device and take rank 0's values for what is not yet sharded."""
+        self._tie(module)
+        fresh = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in self._done]
+        fresh = [t for t in fresh if not isinstance(t, DTensor)]
+        for tensor in fresh:
+            if tensor.device != self._device:
+                tensor.data = tensor.data.to(self._device)
+        if self._mesh.size() > 1:
+            _broadcast(fresh, self._mesh)
+        self._done.update(map(id, fresh))
+
+    def _tie(self, module: nn.Module) -> None:
+        inside = set(map(id, module.modules()))
+        for (owner, name), *others in self._ties:
+            for other, other_name in others:
+                if id(owner) in inside and id(other) in inside:
+                    setattr(other, other_name, getattr(owner, name))
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Groups of (module, attribute) that hold one and the same parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for sub in module.modules():
+        for name, parameter in sub.named_parameters(recurse=False):
+            places[id(parameter)].append((sub, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _broadcast(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite the tensors by rank 0's, one message per dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for same in by_dtype.values():
+        flat = torch.cat([t.detach().reshape(-1) for t in same])
+        # As bytes, since not every backend moves every dtype.
+        dist.broadcast(flat.view(torch.uint8), src=0, group=mesh.get_group())
+        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.detach().copy_(part.view_as(tensor))
+
+
+def local_bytes(module: nn.Module, *, trainable_only: bool = False) -> int:
+    """Bytes of parameters this rank holds."""
+    return sum(
+        local(p).numel() * p.element_size()
+        for p in module.parameters()
+        if p.requires_grad or not trainable_only
+    )
+
+
+def memory_plan(
+    sharded: Sharded, zero_stage: ZeroStage, precision: str, *, optimizer_slots: int = 2
+) -> MemoryPlan:
+    """Per-rank bytes of what the strategy holds, from shapes alone.
+
+    Args:
+        sharded: the module after sharding.
+        zero_stage: what is kept sharded between uses.
+        precision: name of the precision.
+        optimizer_slots: tensors of optimizer state per parameter; Adam has 2.
+    """
+    compute = sharded.policy.param_dtype
+    world = sharded.mesh.size()
+
+    def gathered(module: nn.Module, inner: set[int]) -> int:
+        own = [p for p in module.parameters() if id(p) not in inner]
+        return sum(p.numel() * (compute or p.dtype).itemsize for p in own)
+
+    inner = {id(p) for u in sharded.units.values() for p in u.parameters()}
+    root_bytes = gathered(sharded.root, inner)
+    unit_bytes = [gathered(u, set()) for u in sharded.units.values()]
+    # Stage 3 holds a unit in use and the next one on its way; below, every unit stays.
+    held = sum(sorted(unit_bytes)[-2:]) if zero_stage == 3 else sum(unit_bytes)
+    trainable = local_bytes(sharded.root, trainable_only=True)
+    grads = trainable if zero_stage > 1 else trainable * world
+    return MemoryPlan(
+        strategy=f"zero{zero_stage}",
+        precision=precision,
+        world_size=world,
+        num_units=len(sharded.units),
+        unit_class=sharded.unit_classes,
+        num_params=sharded.num_params,
+        num_trainable=sharded.num_trainable,
+        params_bytes=local_bytes(sharded.root),
+        grads_bytes=grads,
+        optimizer_bytes=trainable * optimizer_slots,
+        unsharded_bytes=root_bytes + held,
+    )

@@ -1,0 +1,448 @@
+"""The Lightning strategy: short hooks that hand over to the parts.
+
+One parameter's way: `presets` names the stage, `setup` below finds the units (`blocks`), shards
+them (`shard`) and plans their bytes (`planning/estimate`); gradients meet in `gradient`.
+"""
+
+import signal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from zero_strategy import checks, seams
+from zero_strategy.blocks import find_units, parameter_names
+from zero_strategy.checkpoint import state, storage, trainer_state
+from zero_strategy.config import InitDevice, PrecisionName, ZeroConfig, refusal, unknown_options
+from zero_strategy.control import ControlPoll, Event, NonFiniteGradientError, control_group
+from zero_strategy.evaluation import Turns
+from zero_strategy.mesh import build_mesh, same_mesh
+from zero_strategy.planning.estimate import MemoryPlan
+from zero_strategy.precision import ZeroPrecision
+from zero_strategy.shard import Sharded, memory_plan, shard_module
+
+_SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
+_OPTIONS = ("stage", "blocks", "compile", "init", "timeout", "process_group_backend")
+
+
+class ZeroStrategy(DDPStrategy):
+    """Shard a LightningModule's parameters, gradients and optimizer state over the ranks.
+
+    The module needs no change: `training_step`, `configure_optimizers`, callbacks and loggers
+    stay as they are, and what is learned equals what one plain process would learn on the same
+    global batches.
+
+    Args:
+        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        blocks: module classes to shard as units; None finds the repeated blocks.
+        compile: "blocks" compiles each unit with torch.compile.
+        init: "meta" builds in `configure_model` without memory, unit by unit on the device.
+        timeout: how long a collective may wait for other ranks.
+        process_group_backend: "nccl" or "gloo"; None chooses by device.
+    Raises: ValueError: lists every unknown or wrong option.
+
+    Example:
+        >>> trainer = lightning.Trainer(devices=8, strategy="zero3", precision="bf16-mixed")
+        >>> trainer.fit(module, loader)
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        blocks: Sequence[type[nn.Module]] | None = None,
+        compile: Literal["blocks"] | None = None,
+        init: InitDevice = "cpu",
+        offload: Any = None,
+        timeout: timedelta = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **unknown: Any,
+    ) -> None:
+        self.config = ZeroConfig(
+            zero_stage=cast(Any, stage),
+            blocks=tuple(blocks) if isinstance(blocks, list) else cast(Any, blocks),
+            compile=compile,
+            init=init,
+            offload=offload,
+        )
+        problems = [*self.config.problems(), *unknown_options(unknown, _OPTIONS)]
+        if start_method != "popen":
+            fix = "Run the script itself or use torchrun; each rank must be its own program."
+            problems.append(refusal("zero.start_method", start_method, ["popen"], fix))
+        if checkpoint_io is not None:
+            problems.append(
+                f"zero.checkpoint_io = {type(checkpoint_io).__name__}: must be left out, sharded "
+                "checkpoints are written by the strategy itself. Remove the plugin."
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.checks: dict[str, str] = {}
+        self._plan: MemoryPlan | None = None
+        self._sharded: Sharded | None = None
+        self._turns: Turns | None = None
+        self._poll: ControlPoll | None = None
+
+    # What the run is told about itself.
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Bytes per rank as planned at set-up."""
+        assert self._plan is not None, "the plan exists once the strategy is set up"
+        return self._plan
+
+    @property
+    def sharded(self) -> Sharded:
+        """The module's units."""
+        assert self._sharded is not None, "the module is sharded when the strategy sets up"
+        return self._sharded
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global fp32 gradient norm of the last step, before clipping; 0-dim, on the device."""
+        return self.zero_precision.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped on all ranks because fp16 gradients overflowed."""
+        return self.zero_precision.skipped_steps
+
+    def take_exposed_comm_ms(self) -> float | None:
+        """Communication that compute waited for; None, it is not measured yet."""
+        return None
+
+    @property
+    def zero_precision(self) -> ZeroPrecision:
+        """The precision plugin, which is always ours."""
+        return cast(ZeroPrecision, self.precision_plugin)
+
+    # Lightning's surface.
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        if self._precision_plugin is None:
+            self._precision_plugin = ZeroPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, ZeroPrecision):
+            name = cast(PrecisionName, precision_plugin.precision)
+            precision_plugin = ZeroPrecision(name)
+        self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.zero_precision.device_type = self.root_device.type
+        self.mesh = build_mesh(self.root_device.type, self.world_size)
+        self._control = control_group()
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        device = "meta" if empty_init or self.config.init == "meta" else "cpu"
+        with torch.device(device), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None, "Lightning connects the accelerator first"
+        module = self._module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        checks.check_callbacks(
+            [c.__name__ for c in type(cb).__mro__] for cb in cast(Any, trainer).callbacks
+        )
+        if fitting and self._layer_sync:
+            self._layer_sync.apply(module)
+
+        self._sharded = self._previous(module) or self._shard(module)
+        self._sharded.use_stage(self.config.zero_stage)
+        self._plan = memory_plan(
+            self._sharded, self.config.zero_stage, str(self.precision_plugin.precision)
+        )
+        self.model = self._sharded.root
+        # Nothing of the units moves any more; metrics and the module's own `.device` do.
+        self.model_to_device()
+        self._take_turns(trainer)
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            self._watch(trainer)
+        self.setup_precision_plugin()
+        seams.log_whole_tensors(module)
+
+    def _shard(self, module: pl.LightningModule) -> Sharded:
+        manual = not module.automatic_optimization
+        checks.check_module(module, manual_optimization=manual)
+        checks.check_same_module(module, self._control)
+        self.precision_plugin.convert_module(module)
+        units = find_units(module, self.config.blocks, every_child=manual)
+        checks.check_units(module, units)
+        sharded = shard_module(
+            module,
+            units,
+            self.mesh,
+            device=self.root_device,
+            policy=self.zero_precision.policy,
+            compile_blocks=self.config.compile == "blocks",
+        )
+        self.checks = {
+            "dtype": "ok",
+            "tied": f"{len(units.tied_out)} in root" if units.tied_out else "ok",
+            "initial state": "broadcast" if self.mesh.size() > 1 else "own",
+            "units": f"{units.source}, {sharded.unit_classes}",
+        }
+        vars(module)[_SHARDED_ATTRIBUTE] = sharded
+        return sharded
+
+    def _previous(self, module: pl.LightningModule) -> Sharded | None:
+        """What an earlier run of this process made of the module."""
+        sharded: Sharded | None = vars(module).get(_SHARDED_ATTRIBUTE)
+        if sharded is None:
+            return None
+        if not same_mesh(sharded.mesh, self.mesh) or sharded.policy != self.zero_precision.policy:
+            raise ValueError(
+                "the module was sharded by an earlier run with other ranks or another precision: "
+                "must be the same within one process. Save a checkpoint and load it into a new "
+                "module."
+            )
+        return sharded
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        checks.check_optimizers(self._module, self.optimizers)
+        checks.check_trainable_sharded(self._module, self.world_size)
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "Lightning connects the module first"
+        return self.lightning_module
+
+    # Gradient accumulation.
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """A backward that is not the last before the optimizer steps."""
+        root = self.sharded.root
+        assert isinstance(root, FSDPModule), "the root is sharded"
+        stage = self.config.zero_stage
+        root.set_is_last_backward(False)
+        root.set_requires_gradient_sync(stage > 1)
+        root.set_reshard_after_backward(stage == 3)
+        try:
+            yield
+        finally:
+            root.set_is_last_backward(True)
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+
+    # Evaluation.
+
+    def _take_turns(self, trainer: pl.Trainer) -> None:
+        if self._turns is not None:
+            self._turns.detach()
+        units = cast(list[nn.Module], self.sharded.modules)
+        root = len(units) - 1
+        stage = self.config.zero_stage
+        self._turns = Turns(units, lambda i: stage < 3 or i == root, self._control)
+        for loop in seams.evaluation_loops(trainer):
+            seams.without_inference_mode(loop)
+            seams.at_end_of_batches(loop, self._turns.take_stepped, self._turns.finish)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._turns is not None, "set up before a step"
+        with self._turns.step():
+            return step(*args, **kwargs)
+
+    @contextmanager
+    def inference(self) -> Generator[None, None, None]:
+        """Call the module outside a step, for example to generate text in a callback.
+
+        Every rank must enter; what each does inside, and how often, may differ.
+        """
+        assert self._turns is not None, "set up before inference"
+        context = self.precision_plugin.val_step_context()
+        with self._turns.step(), torch.no_grad(), context:
+            self._turns.gather(len(self.sharded.modules) - 1)
+            yield
+        self._turns.finish()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    # Events that one rank sees and all must act on.
+
+    def _watch(self, trainer: pl.Trainer) -> None:
+        self._poll = ControlPoll(
+            self._control,
+            {
+                Event.STOP_REQUESTED: lambda: _stop(trainer),
+                Event.NON_FINITE: self._raise_non_finite,
+            },
+        )
+        if self._control is None:
+            return
+        seams.without_stop_broadcast(trainer, self._on_sigterm)
+
+    def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
+        assert self._poll is not None, "signals are registered after set-up"
+        if self.launcher is not None:
+            cast(Any, self.launcher).kill(signal.Signals(signum))
+        self._poll.report(Event.STOP_REQUESTED)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self._poll is not None, "training runs after set-up"
+        if self.zero_precision.finite_watch.any_bad():
+            self._poll.report(Event.NON_FINITE)
+        self._poll.poll()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._poll is not None:
+            self._poll.drain()
+        if self.zero_precision.finite_watch.any_bad(wait=True):
+            self._raise_non_finite()
+
+    def _raise_non_finite(self) -> None:
+        raise NonFiniteGradientError(
+            f"the gradient norm of optimizer step {self.zero_precision.finite_watch.bad_step} was "
+            "not finite: must be finite. The weights of the last steps are spoilt; resume from the "
+            "last checkpoint with a lower learning rate, or without that batch."
+        )
+
+    # Checkpoints.
+
+    def _names(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for name, parameter in parameter_names(self._module):
+            names.setdefault(id(parameter), name)
+        return names
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's view of the weights: DTensors and replicated buffers."""
+        self.sharded.reshard()
+        tensors, extra = state.model_state(self._module)
+        return {**tensors, **extra}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter name, as this rank's DTensors."""
+        return state.optimizer_state(_unwrap(optimizer), self._names())
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint directory. Every rank must call it.
+
+        Raises: NonFiniteGradientError: the weights to be saved are spoilt.
+        """
+        if storage_options is not None:
+            raise ValueError(
+                "storage_options: must be left out, the strategy writes a directory. Remove it."
+            )
+        if self.zero_precision.finite_watch.any_bad(wait=True):
+            self._raise_non_finite()
+        trainer_state.write(Path(self.broadcast(str(filepath))), checkpoint)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint directory of ours, or a plain Lightning file.
+
+        Returns: the metadata; weights of a directory are read later, straight into the shards.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        return trainer_state.read(path, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.sharded.reshard()
+        trainer_state.load_module(checkpoint, self._module, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        optimizers = [_unwrap(o) for o in self.optimizers]
+        trainer_state.load_optimizers(checkpoint, optimizers, self._names())
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            storage.remove(Path(filepath))
+
+    @override
+    def teardown(self) -> None:
+        # The base class would move module and optimizers to the CPU: shards stay where they are.
+        assert self.cluster_environment is not None, "set up before teardown"
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the names are registered by `zero_strategy.autoload`."""
+
+
+def _unwrap(optimizer: Any) -> Optimizer:
+    """The optimizer inside Lightning's wrapper."""
+    inner = vars(optimizer).get("_optimizer")
+    return optimizer if inner is None else inner
+
+
+def _stop(trainer: pl.Trainer) -> None:
+    seams.request_stop(trainer)
+    raise SIGTERMException
