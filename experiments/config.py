@@ -47,7 +47,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     file = Path(file)
     if not file.is_file() and (PACKAGED / file).is_file():
         file = PACKAGED / file
-    tree = _read_file(file, chain=())
+    tree = _read_file(file, (), [])
     for word in overrides:
         tree = _merged(tree, _read_override(word))
     problems: list[str] = []
@@ -67,13 +67,15 @@ def save_config(config: RunConfig, path: Path) -> None:
 # Reading: from text to plain dictionaries.
 
 
-def _read_file(file: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _read_file(file: Path, above: tuple[Path, ...], opened: list[Path]) -> dict[str, Any]:
+    """Read a file over its defaults; `above` led to it, `opened` counts all files together."""
     if not file.is_file():
         known = sorted(path.name for path in PACKAGED.glob("*.yaml"))
         advice = f"Check the path, or use one of {', '.join(known)}."
         raise ConfigError(refusal("config file", str(file), ["an existing file"], advice))
-    if file.resolve() in chain or len(chain) >= MAX_FILES:
-        must = f"a chain of at most {MAX_FILES} files without a circle"
+    opened.append(file)
+    if file.resolve() in above or len(opened) > MAX_FILES:
+        must = f"one of at most {MAX_FILES} files, and no circle"
         raise ConfigError(refusal("defaults", str(file), [must], "Remove the entry."))
     if file.stat().st_size > MAX_FILE_BYTES:
         must = f"at most {MAX_FILE_BYTES} bytes"
@@ -82,7 +84,8 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     tree = _parse(text, str(file), lambda: OmegaConf.create(text))
     merged: dict[str, Any] = {}
     for name in _default_names(tree.pop("defaults", None)):
-        merged = _merged(merged, _read_file(file.parent / name, (*chain, file.resolve())))
+        below = _read_file(file.parent / name, (*above, file.resolve()), opened)
+        merged = _merged(merged, below)
     return _merged(merged, tree)
 
 

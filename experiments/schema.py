@@ -123,6 +123,8 @@ class TrainerConfig:
     """Micro-batches per rank and validation; null takes the whole validation part."""
     save_every: int = 1000
     """Optimizer steps between checkpoints; the last step is always saved."""
+    save_best: bool = True
+    """Keep a second checkpoint: that of the lowest validation loss."""
     log_every: int = 10
     """Optimizer steps between log lines."""
 

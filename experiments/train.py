@@ -112,9 +112,7 @@ def make_trainer(config: RunConfig, run_dir: Path, accelerator: str, devices: in
     last = ModelCheckpoint(
         folder, save_top_k=0, save_last=True, every_n_train_steps=trainer.save_every
     )
-    best = ModelCheckpoint(
-        folder, "best", monitor="val_loss", save_top_k=1, enable_version_counter=False
-    )
+    best = ModelCheckpoint(folder, "best", monitor="val_loss", enable_version_counter=False)
     return pl.Trainer(
         strategy=make_strategy(trainer),
         accelerator=accelerator,
@@ -134,7 +132,7 @@ def make_trainer(config: RunConfig, run_dir: Path, accelerator: str, devices: in
         callbacks=[
             Monitor(run_dir, every=trainer.log_every),
             SampleText(config),
-            best,
+            *([best] if trainer.save_best else []),
             last,
             SaveLastStep(run_dir / LAST_CHECKPOINT, trainer.save_every),
         ],

@@ -224,6 +224,14 @@ def test_a_hostile_or_broken_file_is_refused(tmp_path, text):
         load_config(tmp_path / "a.yaml")
 
 
+def test_files_are_counted_together_so_that_defaults_cannot_multiply(tmp_path):
+    for level in range(7):
+        (tmp_path / f"{level}.yaml").write_text(f"defaults: {[f'{level + 1}.yaml'] * 50}")
+    (tmp_path / "7.yaml").write_text("seed: 1")
+    with pytest.raises(ConfigError, match="must be one of at most 8 files"):
+        load_config(tmp_path / "0.yaml")
+
+
 def test_an_environment_variable_cannot_leak(tmp_path, monkeypatch):
     monkeypatch.setenv("CANARY", "secret-canary")
     (tmp_path / "a.yaml").write_text("out_dir: ${oc.env:CANARY}\n")

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_strategy.experiments.models.gpt import GPT, GPTConfig, rotate
+from zero_strategy.experiments.models.gpt import GPT, GPTConfig
 from zero_strategy.experiments.models.loss import token_loss
+from zero_strategy.experiments.models.rotary import rotate
 
 ODD = GPTConfig(
     vocab_size=37,
@@ -188,6 +189,16 @@ def test_bfloat16_parameters_keep_one_dtype_throughout():
     logits = build().to(torch.bfloat16)(tokens())
     assert logits.dtype == torch.bfloat16
     assert token_loss(logits, tokens()).dtype == torch.float32
+
+
+def test_a_shape_that_cannot_be_is_refused_with_every_reason():
+    with pytest.raises(ValueError) as caught:
+        build(hidden_size=43, num_kv_heads=2)
+    assert str(caught.value).splitlines() == [
+        "model.hidden_size = 43: must be a multiple of 2 * num_heads = 14, rotary halves need an "
+        "even head dim. Use 42.",
+        "model.num_kv_heads = 2: must be a divisor of num_heads = 7. Use 7.",
+    ]
 
 
 def test_too_long_sequence_is_refused_with_the_setting_to_change():

@@ -110,6 +110,7 @@ def shard_module(
     # Inputs of a whole step may be targets or indices kept as floats: the root must not cast them.
     root_policy = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
+    assert isinstance(root, FSDPModule), "fully_shard gives a module its methods"
     with torch.no_grad():
         # FSDP2 takes the first module to run as the root of all: it must be this one, even if
         # the user's first call is to a block.
@@ -147,7 +148,6 @@ class _Builder:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
         self._mesh = mesh
         self._device = device
-        self._done: set[int] = set()
         self._names = {id(sub): name for name, sub in module.named_modules()}
         self._ties = _ties(module)
 
@@ -170,14 +170,13 @@ class _Builder:
     def prepare(self, module: nn.Module) -> None:
         """Tie, move to the device and take rank 0's values for what is not yet sharded."""
         self._tie(module)
-        fresh = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in self._done]
-        fresh = [t for t in fresh if not isinstance(t, DTensor)]
+        tensors = (*module.parameters(), *module.buffers())
+        fresh = [t for t in tensors if not isinstance(t, DTensor)]
         for tensor in fresh:
             if tensor.device != self._device:
                 tensor.data = tensor.data.to(self._device)
         if self._mesh.size() > 1:
             _broadcast(fresh, self._mesh)
-        self._done.update(map(id, fresh))
 
     def _tie(self, module: nn.Module) -> None:
         inside = set(map(id, module.modules()))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_strategy.experiments.models.rotary import Rotary, rotate
 from zero_strategy.experiments.rules import Rule, above_zero, at_least, broken
 
 INIT_STD = 0.02
@@ -129,68 +129,6 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
-class Rotary(nn.Module):
-    """The table of rotary angles; not part of a checkpoint.
-
-    Source: Su et al. 2021, arXiv:2104.09864, section 3.4 (halves instead of interleaved pairs).
-    """
-
-    cos: Tensor  # (T, D/2), float32
-    sin: Tensor
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.theta = config.rope_theta
-        shape = (config.max_seq_len, config.head_dim // 2)
-        for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(shape, dtype=torch.float32), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill the table, in float64 so that every device rounds to the same values."""
-        num_positions, half = self.cos.shape
-        kind = {"dtype": torch.float64, "device": self.cos.device}
-        frequency = self.theta ** (-torch.arange(half, **kind) / half)
-        angle = torch.outer(torch.arange(num_positions, **kind), frequency)
-        self.cos.copy_(angle.cos())
-        self.sin.copy_(angle.sin())
-
-    def forward(self, seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the first seq_len positions, (T, 1, D/2): one for all heads."""
-        return self.cos[:seq_len, None].to(dtype), self.sin[:seq_len, None].to(dtype)
-
-
-class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back: nothing but the angles is kept.
-
-    On an H200, 3 passes over memory forward and 3 backward, where plain autograd makes 7 and 9.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, sign=1.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, sign=-1.0), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    turned = x * torch.cat((cos, cos), dim=-1)
-    turned_left, turned_right = turned.chunk(2, dim=-1)
-    turned_left.addcmul_(right, sin, value=-sign)
-    turned_right.addcmul_(left, sin, value=sign)
-    return turned
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head vector (..., T, heads, D) by its position's angles, (T, 1, D/2)."""
-    return _Rotate.apply(x, cos, sin)
-
-
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
@@ -283,7 +221,7 @@ class GPT(nn.Module):
             raise ValueError("\n".join(problems))
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config.max_seq_len, config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size)

