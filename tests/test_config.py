@@ -73,7 +73,7 @@ MUTATIONS = {
     "model.num_kv_heads=3": ("model.num_kv_heads", "a divisor of num_heads = 4", "Use 4."),
     "data.seq_len=129": ("data.seq_len", "at most model.max_seq_len = 128", "Use shorter rows"),
     "model.vocab_size=256": ("model.vocab_size", "at least 257, the ids of", "Use 257."),
-    "optim.warmup_steps=500": ("optim.warmup_steps", "below trainer.max_steps = 500", "Use 50"),
+    "optim.warmup_steps=400": ("optim.warmup_steps", "below trainer.max_steps = 400", "Use 40"),
     "data.corpus=nowhere.tok": ("data.corpus", "builtin, stdlib or an existing", "Make one with"),
     "trainer.strategy=ddp trainer.compile=blocks": (
         "trainer.compile",

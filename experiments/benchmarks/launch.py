@@ -1,0 +1,179 @@
+"""Start each measurement in processes of its own, under a time limit, and take what comes back.
+
+A failure of any kind (an exception, out of memory, a kill, a time-out) comes back as a reason; it
+never ends the benchmark. The launching process itself starts no CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zero_strategy
+from zero_strategy.experiments.benchmarks.machine import Machine, describe_machine
+
+WORKER = "zero_strategy.experiments.benchmarks.worker"
+POLL_S = 0.1
+# A rank that fails leaves the others in a collective; they get this long to fail by themselves.
+GRACE_S = 3.0
+REASON_LENGTH = 200
+LOG_LINES = 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What came back from the ranks.
+
+    Attributes:
+        value: rank 0's return value; None after a failure.
+        reason: why there is no value; empty after a success.
+    """
+
+    value: Any = None
+    reason: str = ""
+
+
+class Launcher:
+    """Runs functions on all ranks of this machine, one measurement after the other.
+
+    Args:
+        num_ranks: processes per measurement; None takes one per GPU, or one on the CPU.
+        time_limit_s: for everything this launcher runs, counted from now.
+    """
+
+    def __init__(self, *, num_ranks: int | None = None, time_limit_s: float = 3600.0) -> None:
+        self.num_ranks = num_ranks or torch.cuda.device_count() or 1
+        self._deadline = time.monotonic() + time_limit_s
+        self._machine: Machine | None = None
+
+    def machine(self) -> Machine:
+        """Describe the machine. Call after the last measurement: it may start CUDA here."""
+        return self._machine or describe_machine()
+
+    def run(self, target: str, *, timeout_s: float, **arguments: Any) -> Report:
+        """Call a function in a new process per rank.
+
+        Args:
+            target: "package.module:function"; what it returns must fit into JSON.
+            timeout_s: for start and run together; the launcher's own limit may cut it shorter.
+            arguments: keyword arguments, which must fit into JSON.
+        """
+        limit_s = min(timeout_s, self._deadline - time.monotonic())
+        if limit_s <= 0:
+            return Report(reason="time-out: the time limit of the case was used up before it")
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            report = self._run(target, json.dumps(arguments), Path(folder), limit_s)
+        outcome = f"failed: {report.reason}" if report.reason else "done"
+        print(f"  {target} {time.monotonic() - started:.0f} s {outcome}", file=sys.stderr, flush=True)
+        return report
+
+    def _run(self, target: str, arguments: str, folder: Path, limit_s: float) -> Report:
+        file, log = folder / "report.json", folder / "log"
+        command = [sys.executable, "-m", WORKER, target, arguments, str(file)]
+        with log.open("w") as output:
+            ranks = [
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for env in rank_environments(self.num_ranks)
+            ]
+            try:
+                in_time = _wait(ranks, limit_s)
+            finally:
+                _end(ranks)
+        report = self._read(file, [rank.returncode for rank in ranks], in_time, limit_s)
+        if report.reason:
+            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            print("\n".join(f"  | {line}" for line in lines), file=sys.stderr, flush=True)
+        return report
+
+    def _read(self, file: Path, codes: list[int], in_time: bool, limit_s: float) -> Report:
+        tree = json.loads(file.read_text()) if file.exists() else {}
+        if "error" in tree:
+            return Report(reason=plain_reason(tree["error"]))
+        if not in_time:
+            return Report(reason=f"time-out: not finished within {limit_s:.0f} s")
+        if "value" in tree:
+            self._machine = tree["machine"]
+            return Report(value=tree["value"])
+        code = next((code for code in codes if code), 0)
+        killed = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        hint = ", as the system does when host memory runs out" if code == -signal.SIGKILL else ""
+        return Report(reason=f"{killed} without a report{hint}")
+
+
+def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """Return the environment of each rank, as torchrun would set it, with a port of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Where this package was found, so that the workers find the same one from any folder.
+    root = str(Path(zero_strategy.__file__).parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [
+        os.environ
+        | {
+            "PYTHONPATH": path,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "benchmark",
+            # DeepSpeed compares the CUDA compiler with torch's CUDA; no op of its own is built.
+            "DS_SKIP_CUDA_CHECK": "1",
+        }
+        for rank in range(num_ranks)
+    ]
+
+
+def plain_reason(error: str) -> str:
+    """Return an error's first line without folders and cut to a readable length.
+
+    Example:
+        >>> plain_reason("OSError: /some/where/model.bin is missing")
+        'OSError: model.bin is missing'
+    """
+    text = re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-])", "", error)
+    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> bool:
+    """Return whether the ranks ended in time. A failed rank shortens the time of the others."""
+    deadline = time.monotonic() + limit_s
+    failing = False
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > deadline:
+            return failing
+        if not failing and any(rank.returncode for rank in ranks):
+            failing = True
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(POLL_S)
+    return True
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Kill each rank with whatever it started, such as a compiler."""
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()

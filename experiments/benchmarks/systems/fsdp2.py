@@ -1,0 +1,49 @@
+"""FSDP2 in a plain loop: what the strategy stands on, without anything around it."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from zero_strategy.experiments.benchmarks.watch import Watch
+from zero_strategy.experiments.benchmarks.workload import (
+    CLIP_NORM,
+    TokenBatches,
+    Workload,
+    build_model,
+    join_ranks,
+    loss_of,
+    make_optimizer,
+    rank_device,
+    world_size,
+)
+from zero_strategy.experiments.models.gpt import GPT
+
+
+def train(workload: Workload, watch: Watch) -> None:
+    """Train the workload: fp32 masters, bf16 compute, fp32 reduction, resharded after forward."""
+    device = rank_device()
+    join_ranks(device)
+    model = shard(build_model(workload, device), device)
+    optimizer = make_optimizer(model.parameters(), workload.lr)
+    for index, host_rows in enumerate(TokenBatches(workload)):
+        watch.begin(index)
+        loss = loss_of(model, host_rows.to(device, non_blocking=True))
+        watch.saw(loss)
+        (loss / workload.accumulate).backward()
+        if (index + 1) % workload.accumulate == 0:
+            clip_grad_norm_(model.parameters(), CLIP_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def shard(model: GPT, device: torch.device) -> GPT:
+    """Make each block a unit and the rest the root unit, in place."""
+    mesh = init_device_mesh(device.type, (world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model

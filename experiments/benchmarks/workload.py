@@ -1,0 +1,146 @@
+"""What every system trains: the same model, optimizer and tokens, from the same seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_strategy.experiments.models.gpt import GPT, GPTConfig
+from zero_strategy.experiments.models.loss import token_loss
+
+CLIP_NORM = 1.0
+# Different micro-batches in host memory; a run goes round them.
+NUM_DISTINCT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One training job.
+
+    Attributes:
+        model: shape of the decoder.
+        batch_size: rows per rank and micro-batch.
+        seq_len: predicted tokens per row.
+        accumulate: micro-batches per optimizer step.
+        warmup_steps: optimizer steps before anything is measured.
+        steps: optimizer steps that are measured.
+        lr: constant learning rate.
+        seed: chooses weights and tokens.
+    """
+
+    model: GPTConfig
+    batch_size: int
+    seq_len: int
+    accumulate: int = 1
+    warmup_steps: int
+    steps: int
+    lr: float = 3e-4
+    seed: int = 1
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Workload:
+        """Return what `to_json` made plain."""
+        return cls(**{**tree, "model": GPTConfig(**tree["model"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches per rank. One more step than measured: its start ends the last period."""
+        return (self.warmup_steps + self.steps + 1) * self.accumulate
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps in all."""
+        return self.num_batches // self.accumulate
+
+    @property
+    def first_measured(self) -> int:
+        """Index of the first measured micro-batch."""
+        return self.warmup_steps * self.accumulate
+
+    @property
+    def end_measured(self) -> int:
+        """Index of the first micro-batch after the measured ones."""
+        return self.first_measured + self.steps * self.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predicted tokens per rank and optimizer step."""
+        return self.batch_size * self.seq_len * self.accumulate
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs per token, forward and backward, without what is computed twice."""
+        with torch.device("meta"):
+            return GPT(self.model).flops_per_token(self.seq_len)
+
+
+class TokenBatches:
+    """Random token rows in pinned host memory, (B, T + 1), int64; each rank has its own."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._num_batches = workload.num_batches
+        generator = torch.Generator().manual_seed(1000 * workload.seed + global_rank())
+        shape = (NUM_DISTINCT, workload.batch_size, workload.seq_len + 1)
+        rows = torch.randint(0, workload.model.vocab_size, shape, generator=generator)
+        self._batches = list(rows.pin_memory() if torch.cuda.is_available() else rows)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self._num_batches):
+            yield self._batches[index % NUM_DISTINCT]
+
+
+def build_model(workload: Workload, device: torch.device) -> GPT:
+    """Return the whole model in fp32 on a device, drawn from the workload's seed."""
+    torch.manual_seed(workload.seed)
+    with device:
+        return GPT(workload.model)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    """Return the optimizer of every system."""
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def loss_of(model: nn.Module, row_BT: Tensor) -> Tensor:
+    """Return the mean loss of a micro-batch, in nats per token."""
+    return token_loss(model(row_BT[:, :-1]), row_BT[:, 1:])
+
+
+def global_rank() -> int:
+    """Return this process's rank, as its launcher set it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks, as the launcher set it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_device() -> torch.device:
+    """Return this rank's device and make it the current one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_ranks(device: torch.device) -> None:
+    """Start the process group of a system that brings none."""
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
