@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,23 +63,19 @@ class Launcher:
         """Describe the machine. Call after the last measurement: it may start CUDA here."""
         return self._machine or describe_machine()
 
-    def run(self, target: str, *, timeout_s: float, **arguments: Any) -> Report:
+    def run(self, function: Callable[..., Any], *, timeout_s: float, **arguments: Any) -> Report:
         """Call a function in a new process per rank.
 
         Args:
-            target: "package.module:function"; what it returns must fit into JSON.
+            function: at the top of a module; what it returns must fit into JSON.
             timeout_s: for start and run together; the launcher's own limit may cut it shorter.
             arguments: keyword arguments, which must fit into JSON.
         """
         limit_s = min(timeout_s, self._deadline - time.monotonic())
         if limit_s <= 0:
             return Report(reason="time-out: the time limit of the case was used up before it")
-        started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            report = self._run(target, json.dumps(arguments), Path(folder), limit_s)
-        outcome = f"failed: {report.reason}" if report.reason else "done"
-        print(f"  {target} {time.monotonic() - started:.0f} s {outcome}", file=sys.stderr, flush=True)
-        return report
+            return self._run(target_of(function), json.dumps(arguments), Path(folder), limit_s)
 
     def _run(self, target: str, arguments: str, folder: Path, limit_s: float) -> Report:
         file, log = folder / "report.json", folder / "log"
@@ -117,6 +114,11 @@ class Launcher:
         killed = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         hint = ", as the system does when host memory runs out" if code == -signal.SIGKILL else ""
         return Report(reason=f"{killed} without a report{hint}")
+
+
+def target_of(named: Callable[..., Any]) -> str:
+    """Return "package.module:name", by which a worker finds a function or a class."""
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def rank_environments(num_ranks: int) -> list[dict[str, str]]:

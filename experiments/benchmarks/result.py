@@ -175,7 +175,9 @@ def result_problems(tree: Any) -> list[str]:
 def _row_problems(row: Any) -> list[str]:
     if not isinstance(row, dict) or set(row) != set(_ROW_TYPES):
         return [f": must be an object of exactly {', '.join(_ROW_TYPES)}."]
-    wrong = [f"{k} = {row[k]!r}: wrong type." for k, t in _ROW_TYPES.items() if type(row[k]) not in t]
+    wrong = [
+        f"{k} = {row[k]!r}: wrong type." for k, t in _ROW_TYPES.items() if type(row[k]) not in t
+    ]
     if wrong:
         return wrong
     numbers = [row[name] for name in NUMBERS]
@@ -217,7 +219,9 @@ def table(result: Result) -> str:
         for line in lines
     ]
     title = f"{result.case} on {result.hardware} ({result.date}, commit {result.commit[:12]})"
-    ratios = [f"{name}: {value:.3f} (above 1: {OURS} is better)" for name, value in result.ratios.items()]
+    ratios = [
+        f"{name}: {value:.3f} (above 1: {OURS} is better)" for name, value in result.ratios.items()
+    ]
     return "\n".join([title, *shown, *ratios])
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from zero_strategy.experiments.benchmarks.worker import resolve
 from zero_strategy.experiments.benchmarks.workload import Workload
 
 
@@ -30,6 +31,20 @@ class Watch(Protocol):
     def report(self) -> dict[str, Any]:
         """After the last micro-batch: what was seen, as plain data."""
         ...
+
+
+def follow(*, system: str, watch: str, workload: dict[str, Any]) -> dict[str, Any]:
+    """Train in this rank and return what the watch saw; a worker's entry.
+
+    Args:
+        system: "module:function" of `train(workload, watch)`.
+        watch: "module:class" of the watch.
+        workload: the job, as `Workload.to_json` gives it.
+    """
+    job = Workload.from_json(workload)
+    seen: Watch = resolve(watch)(job)
+    resolve(system)(job, seen)
+    return seen.report()
 
 
 @final

@@ -29,7 +29,6 @@ def train(workload: Workload, watch: Watch) -> None:
     deepspeed: Any = importlib.import_module("deepspeed")
     device = rank_device()
     model = build_model(workload, device)
-    # Lists of layers and the root own no parameter: only what owns some is gathered.
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(model.parameters(), workload.lr),
