@@ -20,6 +20,7 @@ from zero_strategy.blocks import Units, num_parameters
 from zero_strategy.config import ZeroStage
 from zero_strategy.gradient import local
 from zero_strategy.planning.estimate import MemoryPlan
+from zero_strategy.stalls import StallClock
 
 _WARM_UP = object()
 
@@ -55,6 +56,8 @@ class Sharded:
     source: str
     num_params: int
     num_trainable: int
+    stalls: StallClock | None
+    """Measures exposed communication; None where there is none to wait for."""
 
     @property
     def modules(self) -> list[FSDPModule]:
@@ -116,7 +119,10 @@ def shard_module(
         # the user's first call is to a block.
         nn.Module.__call__(root, _WARM_UP)
     root.reshard()
+    gathered = [m for m in (*units.modules.values(), root) if isinstance(m, FSDPModule)]
+    on_cpu = device.type == "cpu"
     return Sharded(
+        stalls=StallClock(gathered, on_cpu=on_cpu) if mesh.size() > 1 else None,
         root=root,
         units=units.modules,
         mesh=mesh,

@@ -136,8 +136,12 @@ class ZeroStrategy(DDPStrategy):
         return self.zero_precision.skipped_steps
 
     def take_exposed_comm_ms(self) -> float | None:
-        """Communication that compute waited for; None, it is not measured yet."""
-        return None
+        """Communication that this rank's compute waited for since the last call, in ms.
+
+        Returns: None at the first call, which starts the measuring; 0 for a single rank.
+        """
+        stalls = self.sharded.stalls
+        return stalls.take_ms() if stalls else 0.0
 
     @property
     def zero_precision(self) -> ZeroPrecision:
@@ -272,6 +276,11 @@ class ZeroStrategy(DDPStrategy):
             root.set_is_last_backward(True)
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self.sharded.stalls:
+            self.sharded.stalls.after_backward()
 
     # Evaluation.
 

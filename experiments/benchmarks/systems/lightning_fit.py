@@ -1,4 +1,4 @@
-"""A LightningModule trained by `Trainer.fit`, as a user would: our strategy, and Lightning's own."""
+"""A LightningModule under `Trainer.fit`, as users run it: our strategy, and Lightning's own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""The cases that `zs bench` knows, with the numbers they are measured by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_strategy.experiments.benchmarks.case import Case
+
+NAMES = ("train_step_3b", "train_step_small", "host_syncs", "validate_then_fit_nccl")
+
+OURS = "zero_strategy zero3"
+
+
+def find_case(name: str) -> Case:
+    """Return a case by its name. Imports what the case needs."""
+    from zero_strategy.experiments.benchmarks.host_syncs import HostSyncCase
+    from zero_strategy.experiments.benchmarks.train_step import TrainStep
+    from zero_strategy.experiments.benchmarks.validate_then_fit import ValidateThenFit
+
+    # Small enough that launching kernels takes about as long as running them.
+    small: dict[str, Any] = {"config": "gpt_0.13b.yaml", "batch_size": 8, "seq_len": 1024}
+    train_step_small = TrainStep(
+        **small,
+        systems=(OURS, "fsdp2", "deepspeed zero3"),
+        rounds=3,
+        warmup_steps=10,
+        steps=40,
+        timeout_s=100,
+    )
+    cases: dict[str, Case] = {
+        "train_step_3b": TrainStep(
+            config="gpt_3.4b.yaml",
+            systems=(OURS, "fsdp2"),
+            batch_size=4,
+            seq_len=4096,
+            rounds=2,
+            warmup_steps=5,
+            steps=12,
+            timeout_s=120,
+        ),
+        "train_step_small": train_step_small,
+        "host_syncs": HostSyncCase(
+            **small,
+            systems=(OURS, "fsdp2", "lightning model_parallel"),
+            accumulate=2,
+            warmup_steps=4,
+            steps=4,
+            timeout_s=80,
+        ),
+        "validate_then_fit_nccl": ValidateThenFit(shape=train_step_small, timeout_s=60),
+    }
+    return cases[name]
