@@ -122,12 +122,11 @@ class Turns:
         steps, and none is inside the root's forward, where FSDP2 would not let it go.
         """
         world_size = dist.get_world_size(self._group)
-        answers = torch.empty(world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(answers, torch.tensor([wanted]), group=self._group)
-        working = answers[answers != _DONE]
-        inner = working[working != self._root]
-        chosen = inner if len(inner) else working
-        return int(chosen[0]) if len(chosen) else _DONE
+        answers = list(torch.empty((world_size, 1), dtype=torch.int64))
+        dist.all_gather(answers, torch.tensor([wanted]), group=self._group)
+        working = [unit for unit in map(int, answers) if unit != _DONE]
+        inner = [unit for unit in working if unit != self._root]
+        return next(iter(inner or working), _DONE)
 
 
 def _sharded(module: nn.Module) -> FSDPModule:

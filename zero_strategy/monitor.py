@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
 from zero_strategy.planning.hardware import peak_bf16_flops
-from zero_strategy.protocols import CountsTokens, TellsPlan
+from zero_strategy.protocols import CountsTokens, TellsPlan, TellsSaves
 from zero_strategy.telemetry.board import Board
 from zero_strategy.telemetry.clock import clock_for
 from zero_strategy.telemetry.csv_log import CsvLog
@@ -140,7 +140,7 @@ class Monitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._recorder is not None:
-            self._recorder.save_started(lambda: self._new_names(trainer))
+            self._recorder.save_started(lambda: self._saved(trainer))
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -185,10 +185,15 @@ class Monitor(Callback):
         # Steps that a killed run did after its checkpoint are drawn once.
         return SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=facts.start_step + 1)
 
-    def _new_names(self, trainer: pl.Trainer) -> str | None:
-        """Checkpoints that were not there at the last save; none where one was overwritten."""
+    def _saved(self, trainer: pl.Trainer) -> tuple[str | None, float | None]:
+        """Name and seconds of the last save.
+
+        A strategy that does not tell leaves the checkpoints that were not there before.
+        """
+        if isinstance(trainer.strategy, TellsSaves) and trainer.strategy.last_save:
+            return trainer.strategy.last_save
         before, self._saved_names = self._saved_names, _saved_names(trainer)
-        return ", ".join(sorted(self._saved_names - before)) or None
+        return ", ".join(sorted(self._saved_names - before)) or None, None
 
     def _close(self, reason: str | None) -> None:
         if self._recorder is not None:

@@ -32,6 +32,14 @@ class TellsPlan(Protocol):
 
 
 @runtime_checkable
+class TellsSaves(Protocol):
+    """A strategy that knows what its last save wrote and how long it took."""
+
+    last_save: tuple[str, float] | None
+    """Name of the checkpoint and seconds that training stood still for it."""
+
+
+@runtime_checkable
 class CountsTokens(Protocol):
     """A LightningModule that knows how much work a batch is."""
 

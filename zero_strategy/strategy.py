@@ -5,6 +5,7 @@ them (`shard`) and plans their bytes (`planning/estimate`); gradients meet in `g
 """
 
 import signal
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -106,6 +107,7 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
         )
         self.checks: dict[str, str] = {}
+        self.last_save: tuple[str, float] | None = None
         self._plan: MemoryPlan | None = None
         self._sharded: Sharded | None = None
         self._turns: Turns | None = None
@@ -403,7 +405,10 @@ class ZeroStrategy(DDPStrategy):
             )
         if self.zero_precision.finite_watch.any_bad(wait=True):
             self._raise_non_finite()
-        trainer_state.write(Path(self.broadcast(str(filepath))), checkpoint)
+        began_s = time.perf_counter()
+        path = Path(self.broadcast(str(filepath)))
+        trainer_state.write(path, checkpoint)
+        self.last_save = (path.name, time.perf_counter() - began_s)
 
     @override
     def load_checkpoint(
@@ -414,6 +419,9 @@ class ZeroStrategy(DDPStrategy):
         Returns: the metadata; weights of a directory are read later, straight into the shards.
         """
         path = Path(self.broadcast(str(checkpoint_path)))
+        if self.is_global_zero:
+            storage.recover(path)
+        self.barrier()
         return trainer_state.read(path, weights_only=weights_only)
 
     @override

@@ -163,10 +163,10 @@ def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> bool:
     """Return whether the ranks ended in time. A failed rank shortens the time of the others."""
     deadline = time.monotonic() + limit_s
     failing = False
-    while any(rank.poll() is None for rank in ranks):
+    while None in (codes := [rank.poll() for rank in ranks]):
         if time.monotonic() > deadline:
             return failing
-        if not failing and any(rank.returncode for rank in ranks):
+        if not failing and any(codes):
             failing = True
             deadline = min(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
+from torch.cuda import nccl
 
 PACKAGES = ("torch", "lightning", "triton", "deepspeed")
 # Words of a device name that tell no two devices apart.
@@ -64,7 +65,7 @@ def versions() -> dict[str, str]:
             continue
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, nccl.version()))
     return found
 
 

@@ -39,10 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.case not in NAMES:
         raise ValueError(refusal("case", args.case, NAMES))
     case, devices = configured(find_case(args.case), args.overrides, quick=args.quick)
-    # A stop from outside must end the measuring processes too.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     launcher = Launcher(num_ranks=devices, time_limit_s=args.time_limit)
-    findings = case.measure(launcher)
+    # A stop from outside must end the measuring processes too.
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    try:
+        findings = case.measure(launcher)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     result = as_result(args.case, findings, launcher, args.commit or commit_here())
     folder = args.out or (QUICK_RESULTS if args.quick else RESULTS)
     path = folder / f"{args.case}_{launcher.machine()['slug']}.json"

@@ -11,16 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import lightning.pytorch as pl
-import torch.distributed as dist
-
 from zero_strategy.experiments.benchmarks.launch import Launcher
 from zero_strategy.experiments.benchmarks.result import Findings, Row
-from zero_strategy.experiments.benchmarks.systems.lightning_fit import TokenModule, make_trainer
 from zero_strategy.experiments.benchmarks.train_step import PARITY_TOLERANCE, TrainStep
 from zero_strategy.experiments.benchmarks.watch import Losses
 from zero_strategy.experiments.benchmarks.workload import TokenBatches, Workload
-from zero_strategy.strategy import ZeroStrategy
 
 MOMENTS = ("validation loss before", "training loss", "validation loss after")
 
@@ -88,21 +83,22 @@ def losses_apart(
 
 def run_stage(*, stage: int, workload: dict[str, Any]) -> dict[str, Any]:
     """Validate, fit and validate in this rank; a worker's entry."""
+    # Here, so that the process that launches stays without Lightning.
+    import torch.distributed as dist
+
+    from zero_strategy.experiments.benchmarks.systems.lightning_fit import TokenModule, make_trainer
+    from zero_strategy.strategy import ZeroStrategy
+
     job = Workload.from_json(workload)
     watch = Losses(job)
     module = TokenModule(job, watch)
     trainer = make_trainer(job, ZeroStrategy(stage=stage, init="meta"), "bf16-mixed")
-    before = _validate(trainer, module, job)
+    (before,) = trainer.validate(module, TokenBatches(job), verbose=False)
     trainer.fit(module, TokenBatches(job))
-    after = _validate(trainer, module, job)
-    losses = ([before], watch.report()["losses"], [after])
+    (after,) = trainer.validate(module, TokenBatches(job), verbose=False)
+    losses = ([before["val_loss"]], watch.report()["losses"], [after["val_loss"]])
     return {
         "losses": dict(zip(MOMENTS, losses, strict=True)),
         "backend": dist.get_backend(),
         "precision": str(trainer.precision),
     }
-
-
-def _validate(trainer: pl.Trainer, module: TokenModule, job: Workload) -> float:
-    (figures,) = trainer.validate(module, TokenBatches(job), verbose=False)
-    return figures["val_loss"]

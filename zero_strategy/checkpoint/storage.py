@@ -9,6 +9,7 @@ existing checkpoint of the same name stays whole until the new one is complete.
 """
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> 
 
 
 def _swap(beside: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.replaced")
+    old = _replaced(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.is_dir():
         path.rename(old)
@@ -58,6 +59,20 @@ def _swap(beside: Path, path: Path) -> None:
         path.unlink()
     beside.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def recover(path: Path) -> None:
+    """Bring back the checkpoint that an interrupted save had just moved aside.
+
+    A process killed between the two renames of a save leaves its target missing and the earlier
+    checkpoint under another name. Does nothing otherwise.
+    """
+    if not path.exists() and is_checkpoint(_replaced(path)):
+        _replaced(path).rename(path)
 
 
 def load_meta(path: Path) -> dict[str, Any]:
@@ -103,7 +118,10 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> N
             )
     if problems:
         raise ValueError("\n".join(problems))
-    if tensors:
+    if not tensors:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled")
         dcp.load(dict(tensors), checkpoint_id=path, no_dist=alone)
 
 

@@ -55,7 +55,7 @@ class Recorder:
         self._window_exposed_ms = 0.0
         self._losses: list[Tensor] = []
         self._lr: float | Tensor | None = None
-        self._save: tuple[float, int, Callable[[], str | None]] | None = None
+        self._save: tuple[float, int, Callable[[], tuple[str | None, float | None]]] | None = None
         self._productive_ms = 0.0
 
         self._elapsed_before_s = progress.elapsed_s
@@ -134,15 +134,16 @@ class Recorder:
         self._probes.exposed_comm_ms()
         self._clock.enter("data")
 
-    def save_started(self, name: Callable[[], str | None]) -> None:
+    def save_started(self, outcome: Callable[[], tuple[str | None, float | None]]) -> None:
         """A checkpoint is being written; the next word from the loop ends it.
 
         Args:
-            name: says what was written, once it was.
+            outcome: says what was written and in how many seconds, once it was. Without the
+                seconds, the time until that next word counts.
         """
         self._finish_save()
         self._clock.enter(None)
-        self._save = (time.perf_counter(), self._step, name)
+        self._save = (time.perf_counter(), self._step, outcome)
 
     def close(self, reason: str | None = None) -> None:
         """Training ended, early if there is a reason."""
@@ -276,9 +277,11 @@ class Recorder:
     def _finish_save(self) -> None:
         if self._save is None:
             return
-        since, step, name = self._save
+        since, step, outcome = self._save
         self._save = None
-        self._tell(Save(step=step, name=name(), blocking_s=time.perf_counter() - since))
+        name, seconds = outcome()
+        blocking_s = time.perf_counter() - since if seconds is None else seconds
+        self._tell(Save(step=step, name=name, blocking_s=blocking_s))
 
     def _tell(self, event: Step | Validation | Save | Done) -> None:
         for sink in self._sinks:
