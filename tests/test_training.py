@@ -437,3 +437,61 @@ def test_compiled_blocks_learn_alike_and_keep_their_names() -> None:
     outcome, names = ranks(2).run(_fit_compiled, 3, timeout_s=500)[0]
     same(outcome, lit.fit("auto", steps=3))
     assert names == list(lit.Lit().state_dict())
+
+
+class _LateAdapter(lit.Lit):
+    """Adds a trainable layer after sharding."""
+
+    def configure_optimizers(self) -> Any:
+        self.adapter = nn.Linear(3, 3)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit_late(name: str) -> None:
+    lit.trainer(name).fit(_LateAdapter(), lit.loader())
+
+
+def test_trainable_parameter_added_after_sharding_is_refused() -> None:
+    with pytest.raises(RankError, match=r"adapter\.weight, adapter\.bias: trainable parameters"):
+        ranks(2).run(_fit_late, "zero3")
+
+
+class _MixedDtypes(lit.Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt.layers[1].attention.double()
+
+
+def _fit_mixed(name: str) -> None:
+    lit.trainer(name).fit(_MixedDtypes(), lit.loader())
+
+
+def test_unit_of_several_dtypes_is_refused_with_a_parameter_of_each() -> None:
+    with pytest.raises(RankError, match=r"unit 'gpt\.layers\.1': .* one dtype, but .*float64"):
+        ranks(2).run(_fit_mixed, "zero3")
+
+
+def _plan(name: str) -> tuple[Any, dict[str, int]]:
+    module = lit.Lit()
+    run = lit.trainer(name, max_steps=1)
+    run.fit(module, lit.loader())
+    slots = [v for s in run.optimizers[0].state.values() for v in s.values() if v.ndim > 0]
+    held = {
+        "params": sum(p.to_local().nbytes for p in module.parameters()),
+        "optimizer": sum(v.to_local().nbytes for v in slots),
+    }
+    return run.strategy.plan, held
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_states_the_bytes_a_rank_holds(name: str) -> None:
+    total = sum(p.numel() for p in lit.Lit().parameters())
+    for plan, held in ranks(4).run(_plan, name):
+        assert plan.params_bytes == held["params"]
+        assert plan.optimizer_bytes == held["optimizer"]
+        assert plan.num_params == plan.num_trainable == total
+        assert plan.strategy == name
+        assert plan.unit_class == "Block"
+        # A quarter each, but for rows that do not divide by four.
+        assert held["params"] == pytest.approx(total * 4 / 4, rel=0.1)
+        assert held["optimizer"] == 2 * held["params"]
