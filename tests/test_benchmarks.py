@@ -10,14 +10,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
-from zero_strategy.experiments.benchmarks import host_syncs, readme, run, validate_then_fit
+from zero_strategy.experiments.benchmarks import (
+    gpu_session,
+    host_syncs,
+    readme,
+    run,
+    validate_then_fit,
+)
 from zero_strategy.experiments.benchmarks.cases import NAMES, find_case
 from zero_strategy.experiments.benchmarks.launch import Launcher, plain_reason
 from zero_strategy.experiments.benchmarks.machine import slug
 from zero_strategy.experiments.benchmarks.result import Findings, Row, result_problems
 from zero_strategy.experiments.benchmarks.systems.names import SYSTEMS
+from zero_strategy.experiments.benchmarks.train_step import TINY
+from zero_strategy.experiments.benchmarks.watch import StepTimes
+from zero_strategy.experiments.benchmarks.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "zero_strategy zero3"
@@ -31,8 +41,6 @@ def out_of_memory(workload, watch):
 
 
 def learns_something_else(workload, watch):
-    import torch
-
     for index in range(workload.num_batches):
         watch.begin(index)
         watch.saw(torch.tensor(1.0))
@@ -202,7 +210,7 @@ def test_waits_are_counted_between_the_marks_and_named_by_their_caller():
         event("cudaDeviceSynchronize", 70),
     ]
     counts, callers = host_syncs.count_waits(events)
-    assert counts == {"host syncs": 2, host_syncs.BLOCKING_COPIES: 1}
+    assert counts == {"host syncs": 2, "kernel launches": 1, host_syncs.BLOCKING_COPIES: 1}
     assert callers["host syncs"] == {"cudaStreamSynchronize in aten::item": 2}
 
 
@@ -211,6 +219,52 @@ def test_host_syncs_are_profiled_in_a_fit_and_in_a_plain_loop(tmp_path):
     result = json.loads((tmp_path / "host_syncs_cpu.json").read_text())
     for system in (OURS, "fsdp2", "lightning model_parallel"):
         assert rows_of(result, system)["host syncs"]["median"] == 0
+
+
+def short_job() -> Workload:
+    return Workload(model=TINY, batch_size=1, seq_len=8, warmup_steps=1, steps=4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_wait_for_a_gpu_is_seen_and_a_background_copy_is_none():
+    job = short_job()
+    value, pinned = torch.ones(1000, device="cuda"), torch.empty(1000, pin_memory=True)
+    seen = []
+    for wait in (False, True):
+        watch = host_syncs.HostSyncs(job)
+        for index in range(job.num_batches):
+            watch.begin(index)
+            pinned.copy_(value + 1, non_blocking=True)
+            if wait:
+                value.cpu()
+        seen.append(watch.report()["per_batch"])
+    quiet, waiting = seen
+    assert quiet["kernel launches"] == waiting["kernel launches"] == 1
+    assert (quiet["host syncs"], quiet[host_syncs.BLOCKING_COPIES]) == (0, 0)
+    assert (waiting["host syncs"], waiting[host_syncs.BLOCKING_COPIES]) == (1, 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_step_times_are_the_gpu_s_and_cost_no_wait():
+    job, watch = short_job(), StepTimes(short_job())
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    square @ square
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(job.num_batches):
+            watch.begin(index)
+            # The last measured steps have four times the products of the first.
+            for _ in range(10 if index <= 2 else 40):
+                square @ square
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    report = watch.report()
+    short, _, long, _ = report["step_s"]
+    assert short > 1e-3
+    # Clocks of a GPU vary by some percent.
+    assert long == pytest.approx(4 * short, rel=0.3)
+    assert report["peak_bytes"] >= 2 * square.nbytes
 
 
 # Validate, fit, validate.
@@ -232,6 +286,34 @@ def test_a_loss_that_is_not_finite_or_apart_is_told(bad):
     assert training in validate_then_fit.losses_apart("zero2", wrong, good)[0]
     worse = good | {after: [4.1]}
     assert "rose" in validate_then_fit.losses_apart("zero2", worse, worse)[0]
+
+
+# The session on a GPU machine.
+
+
+def test_the_session_runs_the_tests_that_wait_for_a_gpu():
+    names = [test.rpartition("::")[2] for test in gpu_session.gpu_tests()]
+    assert "test_step_times_are_the_gpu_s_and_cost_no_wait" in names
+    assert "test_events_see_the_work_of_a_gpu_and_not_its_queueing" in names
+
+
+def test_the_session_ends_what_takes_too_long_and_goes_on(monkeypatch):
+    monkeypatch.setattr(gpu_session, "MARGIN_S", 0.0)
+    python = [sys.executable, "-c"]
+    slow = gpu_session.run_part("slow", [*python, "import time; time.sleep(60)"], 1.0)
+    assert slow.state == "time-out"
+    assert slow.seconds < 20
+    assert gpu_session.run_part("fine", [*python, ""], 30.0).state == "ok"
+    assert gpu_session.run_part("late", [*python, ""], -1.0).state == "no time left"
+
+
+def test_the_summary_shows_medians_failures_and_ratios(tmp_path):
+    (tmp_path / "case_gpu.json").write_text(json.dumps(good_result()))
+    outcome = gpu_session.Outcome(name="case", seconds=7.0, state="ok")
+    lines = gpu_session.summary([outcome], tmp_path).splitlines()
+    assert any("2 s" in line and "1 .. 3" in line for line in lines)
+    assert any("failed: time-out" in line for line in lines)
+    assert "  vs fsdp2 memory: 1.100" in lines
 
 
 # Result files.

@@ -128,7 +128,7 @@ def test_watching_callbacks_see_and_decide_what_they_do_in_a_plain_process(
 def stop_by_clock(strategy: str) -> int:
     """Steps taken when time is up on the first rank only."""
     run = lit.trainer(strategy, max_epochs=2)
-    patience = timedelta(hours=run.global_rank)
+    patience = timedelta(hours=1) if run.global_rank else timedelta(microseconds=1)
     run.callbacks.append(Timer(patience, interval="step"))
     run.fit(lit.Lit(), lit.loader(EPOCH))
     return run.global_step
@@ -194,7 +194,7 @@ def find_rate(strategy: str, folder: str) -> dict[str, Any]:
     after = lit.whole(module)
     return {
         "suggestion": finder.suggestion(skip_begin=2, skip_end=2),
-        "losses": finder.results["loss"],
+        "losses": module.losses,
         "rates": finder.results["lr"],
         "restored": all(torch.equal(after[n], before[n]) for n in before),
         "left": list(Path(folder).iterdir()),
@@ -326,7 +326,8 @@ def test_average_of_one_process_is_the_one_by_definition() -> None:
     lit.trainer("auto", callbacks=[by_hand], **options).fit(module, lit.loader(2 * EPOCH))
     found = average("auto")
     for name, value in by_hand.mean.items():
-        torch.testing.assert_close(found.average[name].double(), value, rtol=0, atol=1e-7)
+        # Norm weights are near 1, where fp32 has 1.2e-7 per unit in the last place.
+        torch.testing.assert_close(found.average[name].double(), value, rtol=0, atol=4e-7)
     # The validation sees the average and the training does not.
     assert found.losses == module.losses
     with torch.no_grad():
@@ -366,6 +367,27 @@ def test_average_of_a_run_that_had_none_starts_from_its_weights(tmp_path: Path) 
     expected = average("auto", resume=path)
     for found in ranks(2).run(average, "zero3", resume=path):
         assert_averaged_alike(found, expected)
+
+
+class Refreezing(Callback):
+    """Blocks are trained for one epoch only."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.gpt.layers.requires_grad_(trainer.current_epoch == 0)
+
+
+def average_part(strategy: str) -> list[float]:
+    module = Validated()
+    callbacks = [ShardedEMA(decay=DECAY), Refreezing()]
+    run = lit.trainer(strategy, max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks)
+    run.fit(module, lit.loader(EPOCH), lit.loader(24))
+    return module.val_losses
+
+
+def test_average_goes_on_when_part_of_the_module_is_frozen() -> None:
+    expected = average_part("auto")
+    for losses in ranks(2).run(average_part, "zero3"):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def evaluate_average(strategy: str, path: str) -> list[float]:

@@ -8,6 +8,7 @@ with it; a result file is in DIR as soon as it is known. The last lines are one 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import subprocess
@@ -26,23 +27,15 @@ NEEDS_GPU = "needs a GPU"
 # A case ends its own measurements a little before it would be ended here.
 MARGIN_S = 15.0
 STOP_S = 10.0
-# Case -> seconds at most. What the claims rest on comes first.
+TESTS = "tests"
+# Part -> seconds at most. What the claims rest on comes first.
 LIMITS_S = {
+    TESTS: 75.0,
     "train_step_3b": 190.0,
     "train_step_small": 200.0,
     "validate_then_fit_nccl": 80.0,
     "host_syncs": 90.0,
 }
-TESTS_LIMIT_S = 75.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One part of the session."""
-
-    name: str
-    command: Sequence[str]
-    limit_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,51 +58,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = _parser().parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
+    commit = args.commit or commit_here()
     deadline = time.monotonic() + 60 * args.minutes
     outcomes = []
-    for part in parts(args.out, args.commit or commit_here(), quick=args.quick, only=args.only):
-        left_s = deadline - time.monotonic()
-        outcomes.append(run_part(part, min(part.limit_s, left_s)))
+    for name in args.only or LIMITS_S:
+        limit_s = min(LIMITS_S[name], deadline - time.monotonic())
+        options = ["--commit", commit, "--time-limit", f"{limit_s - MARGIN_S:.0f}"]
+        options += ["--quick"] if args.quick else []
+        outcomes.append(run_part(name, command_of(name, args.out, options), limit_s))
     print(summary(outcomes, args.out), flush=True)
     if any(outcome.state != "ok" for outcome in outcomes):
         raise SystemExit(1)
 
 
-def parts(out: Path, commit: str, *, quick: bool, only: Sequence[str]) -> list[Part]:
-    """Return the parts in order.
+def command_of(name: str, out: Path, options: Sequence[str]) -> list[str]:
+    """Return the command of a part: the tests, or a case that writes its file into `out`."""
+    if name == TESTS:
+        return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *gpu_tests()]
+    return [sys.executable, "-m", RUN, name, "--out", str(out), *options]
 
-    Args:
-        out: folder of the result files.
-        commit: of this source tree.
-        quick: tiny models and few steps.
-        only: names of the parts wanted; empty for all.
-    """
+
+def gpu_tests() -> list[str]:
+    """Return the tests that are skipped for want of a GPU; none where tests are not shipped."""
     found = []
-    if files := gpu_test_files():
-        # What the files hold besides runs too; it takes seconds.
-        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *files]
-        found.append(Part(name="tests", command=pytest, limit_s=TESTS_LIMIT_S))
-    for name, limit_s in LIMITS_S.items():
-        command = [sys.executable, "-m", RUN, name, "--out", str(out), "--commit", commit]
-        command += [f"--time-limit={limit_s - MARGIN_S}", *(["--quick"] if quick else [])]
-        found.append(Part(name=name, command=command, limit_s=limit_s))
-    return [part for part in found if not only or part.name in only]
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        found += [
+            f"{path}::{node.name}"
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+            and any(NEEDS_GPU in ast.unparse(mark) for mark in node.decorator_list)
+        ]
+    return found
 
 
-def gpu_test_files() -> list[str]:
-    """Return the test files with a test that is skipped for want of a GPU; none when installed."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path) for path in paths if f'reason="{NEEDS_GPU}"' in path.read_text()]
-
-
-def run_part(part: Part, limit_s: float) -> Outcome:
+def run_part(name: str, command: Sequence[str], limit_s: float) -> Outcome:
     """Run one part and show what it prints; end it, with its processes, at the limit."""
-    print(f"\n== {part.name}, at most {max(0.0, limit_s):.0f} s", flush=True)
+    print(f"\n== {name}, at most {max(0.0, limit_s):.0f} s", flush=True)
     if limit_s <= MARGIN_S:
-        return Outcome(name=part.name, seconds=0.0, state="no time left")
+        return Outcome(name=name, seconds=0.0, state="no time left")
     started = time.monotonic()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(part.command, cwd=ROOT, env=environment, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.STDOUT)
     try:
         code = process.wait(limit_s)
         state = "ok" if code == 0 else f"exit code {code}"
@@ -117,7 +106,7 @@ def run_part(part: Part, limit_s: float) -> Outcome:
         state = "time-out"
     finally:
         _end(process)
-    return Outcome(name=part.name, seconds=time.monotonic() - started, state=state)
+    return Outcome(name=name, seconds=time.monotonic() - started, state=state)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -153,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=8.0, help="for the whole session")
     parser.add_argument("--commit", help="of the measured source, where git cannot tell")
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps")
-    parser.add_argument("--only", nargs="*", default=[], help="names of the parts to run")
+    parser.add_argument("--only", nargs="+", choices=list(LIMITS_S), help="parts to run")
     return parser
 
 

@@ -61,7 +61,7 @@ class Launcher:
 
     def machine(self) -> Machine:
         """Describe the machine. Call after the last measurement: it may start CUDA here."""
-        return self._machine or describe_machine()
+        return self._machine or describe_machine(self.num_ranks)
 
     def run(self, function: Callable[..., Any], *, timeout_s: float, **arguments: Any) -> Report:
         """Call a function in a new process per rank.

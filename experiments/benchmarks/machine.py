@@ -27,17 +27,16 @@ class Machine(TypedDict):
     versions: dict[str, str]
 
 
-def describe_machine() -> Machine:
-    """Describe this machine. Cost: starts CUDA where there is a GPU."""
-    num_gpus = torch.cuda.device_count()
+def describe_machine(num_ranks: int) -> Machine:
+    """Describe what this many ranks run on. Cost: starts CUDA where there is a GPU."""
     cores = f"{os.cpu_count()} CPU cores"
-    if not num_gpus:
+    if not torch.cuda.is_available():
         name = platform.machine() or "cpu"
         return Machine(slug="cpu", hardware=cores, device_name=name, versions=versions())
     properties = torch.cuda.get_device_properties(0)
-    gpus = f"{num_gpus} x {properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
+    gpus = f"{num_ranks} x {properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
     return Machine(
-        slug=slug(properties.name, num_gpus),
+        slug=slug(properties.name, num_ranks),
         hardware=f"{gpus}, {cores}",
         device_name=properties.name,
         versions=versions(),

@@ -33,7 +33,8 @@ def main(target: str, arguments: str, report: str) -> None:
         _write(report, {"error": f"{type(error).__name__}: {text}"})
         raise
     if os.environ["RANK"] == "0":
-        _write(report, {"value": value, "machine": describe_machine()})
+        machine = describe_machine(int(os.environ["WORLD_SIZE"]))
+        _write(report, {"value": value, "machine": machine})
     if dist.is_initialized():
         dist.destroy_process_group()
 

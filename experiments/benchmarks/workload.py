@@ -89,6 +89,7 @@ class TokenBatches:
 
     def __init__(self, workload: Workload) -> None:
         self._num_batches = workload.num_batches
+        rank_device()  # pinning starts CUDA, which must happen on this rank's own device
         generator = torch.Generator().manual_seed(1000 * workload.seed + global_rank())
         shape = (NUM_DISTINCT, workload.batch_size, workload.seq_len + 1)
         rows = torch.randint(0, workload.model.vocab_size, shape, generator=generator)
