@@ -44,7 +44,7 @@ class Ranks:
     def alive(self) -> bool:
         return all(p.is_alive() for p in self._processes)
 
-    def run(self, function: Any, *args: Any, timeout_s: float = 180.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Any, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank; results in rank order."""
         call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
         for pipe in self._pipes:

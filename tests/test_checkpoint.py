@@ -596,8 +596,7 @@ def cut_off(trainer: pl.Trainer, path: str, moment: str) -> None:
     try:
         trainer.save_checkpoint(path)
     except Killed:
-        # The others wait for this rank at the end of the storage's and of the trainer's save.
-        dist.barrier()
+        # The others wait for this rank at the end of the trainer's save.
         dist.barrier()
     finally:
         storage._swap, Path.rename = swap, rename  # type: ignore[method-assign]

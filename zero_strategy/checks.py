@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from zero_strategy.blocks import Units, parameter_names
 
+_WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Rprop", "SparseAdam"}
+"""Fail inside torch on sharded parameters, with an error about DTensors."""
 _WEIGHT_AVERAGING = {"WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"}
 
 
@@ -97,6 +99,12 @@ def check_optimizers(module: nn.Module, optimizers: Iterable[Optimizer]) -> None
     """
     held = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if name in _WHOLE_TENSOR_OPTIMIZERS:
+            raise ValueError(
+                f"{name} works on whole tensors, which no rank holds: must be an optimizer that "
+                "treats each element by itself. Use AdamW, Adam or SGD."
+            )
         groups = optimizer.param_groups
         lost = sum(id(p) not in held for g in groups for p in g["params"])
         if lost:

@@ -10,6 +10,7 @@ host does not wait, yet all ranks act at the same micro-batch.
 from collections.abc import Callable
 from enum import IntEnum
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,7 +58,7 @@ class ControlPoll:
     ) -> None:
         self._group = group
         self._handlers = handlers
-        self._seen = torch.zeros(len(Event), dtype=torch.int32)
+        self._seen = [0] * len(Event)
         self._posted: tuple[dist.Work, Tensor] | None = None
 
     def report(self, event: Event) -> None:
@@ -73,19 +74,22 @@ class ControlPoll:
             work, message = self._posted
             work.wait()
             self._posted = None
-            self._act(message)
-        message = self._seen.clone()
+            self._act(message.tolist())
+        message = torch.tensor(self._seen, dtype=torch.int32)
         work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None, "an asynchronous all-reduce returns its work"
         self._posted = (work, message)
 
-    def drain(self) -> None:
-        """Wait for the last message, without acting on it. Call on every rank at the end."""
+    def finish(self) -> None:
+        """Act on what any rank has seen until now. Call on every rank after the last poll."""
+        self.poll()
         if self._posted is not None:
-            self._posted[0].wait()
+            work, message = self._posted
+            work.wait()
             self._posted = None
+            self._act(message.tolist())
 
-    def _act(self, message: Tensor) -> None:
+    def _act(self, message: list[int]) -> None:
         for event in Event:
             if message[event]:
                 self._handlers[event]()
@@ -118,7 +122,9 @@ class FiniteWatch:
         """Whether a norm that has arrived was non-finite; `wait` blocks for all of them."""
         while self._pending and (wait or self._pending[0][1].query()):
             step, event, host = self._pending.pop(0)
-            event.synchronize()
-            if self.bad_step is None and not bool(host.isfinite()):
+            if wait:
+                event.synchronize()
+            # Read as memory: a tensor operation would count as a read of the accelerator.
+            if self.bad_step is None and not np.isfinite(host.numpy()):
                 self.bad_step = step
         return self.bad_step is not None

@@ -37,9 +37,11 @@ class ShardedEMA(Callback):
         self.decay = decay
         self.average: dict[str, Tensor] = {}
         self._step = 0
+        self._swapped = False
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not earlier: a checkpoint is restored after `on_fit_start`.
         if not self.average:
             self.average = {n: p.detach().clone() for n, p in _trained(pl_module).items()}
         self._step = trainer.global_step
@@ -69,7 +71,8 @@ class ShardedEMA(Callback):
     @torch.no_grad()
     def swap(self, module: pl.LightningModule) -> None:
         """Exchange the module's weights and their average, in place. A second call undoes it."""
-        weights = _trained(module)
+        weights = dict(module.named_parameters())
+        self._swapped = not self._swapped
         for name, mean in self.average.items():
             here, there = local(weights[name].detach()), local(mean)
             kept = here.clone()
@@ -97,6 +100,14 @@ class ShardedEMA(Callback):
             self.swap(pl_module)
 
     @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        # A checkpoint written now must hold the trained weights.
+        if self._swapped:
+            self.swap(pl_module)
+
+    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -109,7 +120,7 @@ class ShardedEMA(Callback):
         stored = checkpoint.get("sharded_state", {}).get(_KEY)
         if stored is None:
             return
-        weights = _trained(pl_module)
+        weights = dict(pl_module.named_parameters())
         self.average = {n: torch.empty_like(weights[n]).detach() for n in stored}
         if isinstance(stored, Stored):
             stored.fill(self.average)

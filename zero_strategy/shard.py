@@ -8,6 +8,7 @@ root's own parameters.
 import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,17 @@ class Sharded:
         """Let all gathered parameters go. No collective; does nothing where nothing is gathered."""
         for module in self.modules:
             module.reshard()
+
+    def abandon_step(self) -> None:
+        """Let parameters go after an exception inside a forward or backward."""
+        root: Any = self.root
+        if "reset_iter_state" in dir(FSDPModule):
+            # From torch 2.13 on, the module can even be used again.
+            root.reset_iter_state()
+        # A module that stays gathered after forward is not let go while in it.
+        root.set_reshard_after_forward(True, recurse=False)
+        self.reshard()
+        root.set_reshard_after_forward(False, recurse=False)
 
     def use_stage(self, zero_stage: ZeroStage) -> None:
         """Set for a run what stays gathered between forward and backward."""

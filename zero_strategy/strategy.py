@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zero_strategy import checks, seams
-from zero_strategy.blocks import find_units, parameter_names
+from zero_strategy.blocks import find_units
 from zero_strategy.checkpoint import state, storage, trainer_state
 from zero_strategy.config import InitDevice, PrecisionName, ZeroConfig, refusal, unknown_options
 from zero_strategy.control import ControlPoll, Event, NonFiniteGradientError, control_group
@@ -284,6 +284,21 @@ class ZeroStrategy(DDPStrategy):
         if self.sharded.stalls:
             self.sharded.stalls.after_backward()
 
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._module.automatic_optimization:
+            # Lightning zeroes gradients before the next backward, so they would lie beside the
+            # activations of the next forward: 4 bytes per parameter of the peak.
+            optimizer.zero_grad()
+        return output
+
     # Evaluation.
 
     def _take_turns(self, trainer: pl.Trainer) -> None:
@@ -299,8 +314,17 @@ class ZeroStrategy(DDPStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._turns is not None, "set up before a step"
-        with self._turns.step():
+        with self._turns.step(), self._sharded_after_exception():
             return step(*args, **kwargs)
+
+    @contextmanager
+    def _sharded_after_exception(self) -> Generator[None, None, None]:
+        """Callbacks that save on an exception must find shards."""
+        try:
+            yield
+        except BaseException:
+            self.sharded.abandon_step()
+            raise
 
     @contextmanager
     def inference(self) -> Generator[None, None, None]:
@@ -314,6 +338,11 @@ class ZeroStrategy(DDPStrategy):
             self._turns.gather(len(self.sharded.modules) - 1)
             yield
         self._turns.finish()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._sharded_after_exception():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,10 +385,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        if self._poll is not None:
-            self._poll.drain()
         if self.zero_precision.finite_watch.any_bad(wait=True):
             self._raise_non_finite()
+        if self._poll is not None:
+            self._poll.finish()
 
     def _raise_non_finite(self) -> None:
         raise NonFiniteGradientError(
@@ -371,8 +400,10 @@ class ZeroStrategy(DDPStrategy):
     # Checkpoints.
 
     def _names(self) -> dict[int, str]:
+        """id(parameter) -> its name in the state dict, where wrappers leave no prefix."""
+        self.sharded.reshard()
         names: dict[int, str] = {}
-        for name, parameter in parameter_names(self._module):
+        for name, parameter in self._module.state_dict(keep_vars=True).items():
             names.setdefault(id(parameter), name)
         return names
 
@@ -432,7 +463,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         optimizers = [_unwrap(o) for o in self.optimizers]
-        trainer_state.load_optimizers(checkpoint, optimizers, self._names())
+        trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names())
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

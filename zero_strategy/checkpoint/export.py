@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,8 +24,8 @@ def load_state_dict(path: str | Path) -> dict[str, Tensor]:
         >>> module.load_state_dict(zero_strategy.load_state_dict("step-100.ckpt"))
     """
     path = Path(path)
-    storage.load_meta(path)
-    return _without_prefix(read_all(path, "model."), "model.")
+    extra: dict[str, Any] = storage.load_meta(path)["model_extra_state"]
+    return extra | _without_prefix(read_all(path, "model."), "model.")
 
 
 def export(path: str | Path, out: str | Path) -> None:
@@ -39,7 +40,8 @@ def export(path: str | Path, out: str | Path) -> None:
     """
     path, out = Path(path), Path(out)
     if out.suffix == ".safetensors":
-        save_file(load_state_dict(path), out)
+        weights = {n: t for n, t in load_state_dict(path).items() if isinstance(t, Tensor)}
+        save_file(weights, out)
     elif out.suffix == ".ckpt":
         torch.save(_lightning_checkpoint(path), out)
     else:
@@ -66,19 +68,32 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
 
 def _lightning_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = storage.load_meta(path)
-    extra = checkpoint.pop("model_extra_state", {})
+    checkpoint.pop("model_extra_state")
+    for keys in checkpoint.pop("omegaconf_at"):
+        _rebuild_container(checkpoint, keys)
     optimizers = checkpoint.pop("optimizers", None)
     checkpoint["sharded_state"] = {
         key: _without_prefix(read_all(path, f"extra.{key}."), f"extra.{key}.")
         for key in checkpoint["sharded_state"]
     }
-    checkpoint["state_dict"] = load_state_dict(path) | extra
+    checkpoint["state_dict"] = load_state_dict(path)
     if optimizers is not None:
         checkpoint["optimizer_states"] = [
             _integer_keyed(meta, read_all(path, f"optim.{i}."), f"optim.{i}.")
             for i, meta in enumerate(optimizers)
         ]
     return checkpoint
+
+
+def _rebuild_container(checkpoint: dict[str, Any], keys: list[Any]) -> None:
+    """Make the plain value under a path the OmegaConf container that it was."""
+    parent: Any = checkpoint
+    for key in keys[:-1]:
+        parent = parent[key]
+    parent[keys[-1]] = OmegaConf.create(parent[keys[-1]])
+    if keys == ["hyper_parameters"]:
+        # Lightning passes them on as this class instead of as keyword arguments.
+        checkpoint["hparams_type"] = type(parent[keys[-1]])
 
 
 def _integer_keyed(meta: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ callbacks, hyper-parameters. It is stored so that `torch.load(weights_only=True)
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import PurePath
@@ -12,8 +13,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import Container, OmegaConf
+from omegaconf import AnyNode, Container, DictConfig, ListConfig, OmegaConf
+from omegaconf.base import ContainerMetadata, Metadata
 from torch.distributed.tensor import DTensor
+
+OMEGACONF_CLASSES = (
+    DictConfig,
+    ListConfig,
+    AnyNode,
+    ContainerMetadata,
+    Metadata,
+    defaultdict,
+    Any,
+    dict,
+    list,
+    int,
+)
+"""What a pickled OmegaConf container refers to, for `torch.serialization.safe_globals`."""
+
+
+def container_paths(value: Any, path: tuple[Any, ...] = ()) -> list[list[Any]]:
+    """Where OmegaConf containers stand inside plain dictionaries, as lists of keys."""
+    if isinstance(value, Container):
+        return [list(path)]
+    if isinstance(value, Mapping):
+        return [p for k, v in value.items() for p in container_paths(v, (*path, k))]
+    return []
 
 
 def plain(value: Any, path: str = "checkpoint") -> Any:
@@ -53,7 +78,7 @@ def _like(value: Any) -> Any:
 
 
 def _key(key: Any, path: str) -> Any:
-    return key if isinstance(key, str | int | float | bool | tuple) else str(_scalar(key, path))
+    return plain(key, f"{path}, key {key!r}")
 
 
 def _scalar(value: Any, path: str) -> Any:

@@ -28,11 +28,16 @@ def model_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in module.state_dict().items():
-        if isinstance(value, Tensor):
-            tensors[name] = value.detach()
-        else:
+        if is_extra_state(name):
             extra[name] = value
+        else:
+            tensors[name] = value.detach()
     return tensors, extra
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a state-dict entry is what a module's `get_extra_state` gave, tensor or not."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def check_names(there: Iterable[str], here: Iterable[str], *, strict: bool) -> set[str]:
@@ -67,7 +72,7 @@ def load_model(path: Path, module: nn.Module, *, strict: bool) -> None:
 def load_model_from_full(full: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
     """Fill a sharded module from whole tensors that every rank can read. No collective."""
     here, _ = model_state(module)
-    tensors = {n: v for n, v in full.items() if isinstance(v, Tensor)}
+    tensors = {n: v for n, v in full.items() if not is_extra_state(n)}
     for name in sorted(check_names(tensors, here, strict=strict)):
         copy_whole(here[name], tensors[name], f"model.{name}")
 
@@ -210,11 +215,38 @@ def _set_state(
             optimizer.state[by_name[name]] = {
                 k: _step_device(v, by_name[name], optimizer) for k, v in slots.items()
             }
-    stored_groups = {frozenset(g["params"]): g for g in groups}
+    stored_groups = list(groups)
     for group in optimizer.param_groups:
-        same = stored_groups.get(frozenset(names[id(p)] for p in group["params"]))
-        if same is not None:
-            group.update({k: v for k, v in same.items() if k != "params"})
+        here = {names[id(p)] for p in group["params"]}
+        # A group may have gained or lost parameters since.
+        nearest = max(stored_groups, key=lambda g: len(here.intersection(g["params"])), default={})
+        if here.intersection(nearest.get("params", ())):
+            group.update(_scalars(nearest))
+
+
+def add_missing_groups(
+    optimizer: Optimizer,
+    groups: Iterable[Mapping[str, Any]],
+    parameters: Mapping[str, Tensor],
+    names: Mapping[int, str],
+) -> None:
+    """Add the groups that the stored optimizer had gained during its run.
+
+    Args:
+        optimizer: as `configure_optimizers` made it.
+        groups: the stored groups.
+        parameters: the module's parameters by name.
+        names: id(parameter) -> qualified name.
+    """
+    held = _parameters_by_name(optimizer, names).keys()
+    for group in groups:
+        if held.isdisjoint(group["params"]) and parameters.keys() >= set(group["params"]):
+            late = [parameters[n] for n in group["params"]]
+            optimizer.add_param_group({**_scalars(group), "params": late})
+
+
+def _scalars(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
 
 
 def _step_device(value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:

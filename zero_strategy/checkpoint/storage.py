@@ -10,7 +10,7 @@ existing checkpoint of the same name stays whole until the new one is complete.
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +35,58 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> 
         path: the directory; replaced as a whole if it exists.
         tensors: canonical name -> DTensor, or a tensor equal on all ranks.
         meta: plain data, rank 0's is written.
+    Raises: ValueError: the path is a directory that is no checkpoint.
     Cost: collective; each rank writes its shards.
     """
     beside = path.with_name(f".{path.name}.inprogress")
-    if _is_first_rank():
+
+    def begin() -> None:
+        if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
+            raise ValueError(
+                f"{path}: must be a checkpoint or not exist, but is a directory with other files. "
+                "Choose another path, or move them away."
+            )
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-    _barrier()
-    dcp.save(dict(tensors), checkpoint_id=beside)
-    if _is_first_rank():
+
+    def commit() -> None:
         # The file that makes a directory a checkpoint comes last.
         torch.save(dict(meta), beside / META_FILE)
         _swap(beside, path)
-    _barrier()
+
+    _on_first_rank(begin)
+    dcp.save(dict(tensors), checkpoint_id=beside)
+    _on_first_rank(commit)
+
+
+def _on_first_rank(action: Callable[[], None]) -> None:
+    """Run an action on rank 0 and let every rank know how it ended. Collective.
+
+    Raises: the action's exception on rank 0, and a RuntimeError with its text on the others.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        action()
+        return
+    failure: list[str | None] = [None]
+    try:
+        if dist.get_rank() == 0:
+            action()
+    except Exception as error:
+        failure[0] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise RuntimeError(f"rank 0 could not write the checkpoint: {failure[0]}")
 
 
 def _swap(beside: Path, path: Path) -> None:
     old = _replaced(path)
     shutil.rmtree(old, ignore_errors=True)
-    if path.is_dir():
-        path.rename(old)
-    elif path.exists():
+    if path.is_symlink() or path.is_file():
         path.unlink()
+    elif path.is_dir():
+        path.rename(old)
     beside.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -80,6 +110,8 @@ def load_meta(path: Path) -> dict[str, Any]:
 
     Raises: ValueError: the directory is no complete checkpoint.
     """
+    if not dist.is_initialized():
+        recover(path)
     if not is_checkpoint(path):
         raise ValueError(
             f"{path}: must be a checkpoint directory with {META_FILE}. The save did not complete, "
@@ -126,20 +158,13 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> N
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint of ours; leaves any other directory alone."""
-    if is_checkpoint(path):
+    """Delete a checkpoint of ours, or a link to one; leaves any other directory alone."""
+    if path.is_symlink():
+        path.unlink()
+    elif is_checkpoint(path):
         doomed = path.with_name(f".{path.name}.deleting")
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
     elif path.is_file():
         path.unlink()
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

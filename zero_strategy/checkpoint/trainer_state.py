@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import state, storage
 from zero_strategy.checkpoint.export import read_all
-from zero_strategy.checkpoint.plain import plain
+from zero_strategy.checkpoint.plain import OMEGACONF_CLASSES, container_paths, plain
 
 _TENSORS = ("state_dict", "optimizer_states", "sharded_state")
 
@@ -56,11 +56,13 @@ def write(path: Path, checkpoint: Mapping[str, Any]) -> None:
     Raises: ValueError: some metadata has no plain form; names its path.
     """
     meta = {k: v for k, v in checkpoint.items() if k not in _TENSORS}
-    # The class of the hyper-parameters' container; they are stored as plain data.
+    # Hyper-parameters are stored as plain data; an export rebuilds what was OmegaConf's.
     meta.pop("hparams_type", None)
+    meta["omegaconf_at"] = container_paths(meta)
     weights = checkpoint["state_dict"]
-    tensors = {f"model.{n}": t for n, t in weights.items() if isinstance(t, Tensor)}
-    meta["model_extra_state"] = {n: v for n, v in weights.items() if not isinstance(v, Tensor)}
+    extra_state = {n: v for n, v in weights.items() if state.is_extra_state(n)}
+    tensors = {f"model.{n}": t for n, t in weights.items() if n not in extra_state}
+    meta["model_extra_state"] = extra_state
     if "optimizer_states" in checkpoint:
         meta["optimizers"] = []
         for index, optimizer in enumerate(checkpoint["optimizer_states"]):
@@ -83,7 +85,8 @@ def read(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
             metadata.
     """
     if not path.is_dir():
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        with torch.serialization.safe_globals(list(OMEGACONF_CLASSES)):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     checkpoint = storage.load_meta(path)
     checkpoint["state_dict"] = Stored(path, "model.")
     if "optimizers" in checkpoint:
@@ -102,13 +105,16 @@ def load_module(checkpoint: Mapping[str, Any], module: nn.Module, *, strict: boo
         extra = checkpoint["model_extra_state"]
     else:
         state.load_model_from_full(weights, module, strict=strict)
-        extra = {n: v for n, v in weights.items() if not isinstance(v, Tensor)}
+        extra = {n: v for n, v in weights.items() if state.is_extra_state(n)}
     for name, value in extra.items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def load_optimizers(
-    checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], names: Mapping[int, str]
+    checkpoint: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
+    module: nn.Module,
+    names: Mapping[int, str],
 ) -> None:
     """Fill the optimizers of a sharded module. Collective.
 
@@ -121,7 +127,10 @@ def load_optimizers(
             "configure_optimizers returns. Return as many, or load the weights only."
         )
     weights = checkpoint["state_dict"]
+    parameters = {names[id(p)]: p for p in module.parameters()}
     for index, (optimizer, meta) in enumerate(zip(optimizers, stored, strict=True)):
+        if all(isinstance(n, str) for g in meta["param_groups"] for n in g["params"]):
+            state.add_missing_groups(optimizer, meta["param_groups"], parameters, names)
         if isinstance(weights, Stored):
             state.load_optimizer(weights.path, index, meta, optimizer, names)
         else:
