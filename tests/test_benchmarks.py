@@ -244,6 +244,7 @@ def test_a_wait_for_a_gpu_is_seen_and_a_background_copy_is_none():
     assert (waiting["host syncs"], waiting[host_syncs.BLOCKING_COPIES]) == (1, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_step_times_are_the_gpu_s_and_cost_no_wait():
     job, watch = short_job(), StepTimes(short_job())
