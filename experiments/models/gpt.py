@@ -106,11 +106,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         """Return the normalized input, same shape and dtype."""
-        # The kernel computes in fp32 whatever the dtype. Autocast would add a widened copy of the
-        # input and leave the rounding to the next product: the same numbers, two passes more.
-        with torch.autocast(x_BTH.device.type, enabled=False):
-            weight = self.weight.to(x_BTH.dtype)
-            return F.rms_norm(x_BTH, weight.shape, weight, self.eps)
+        return F.rms_norm(x_BTH, self.weight.shape, self.weight, self.eps)
 
 
 class Linear(nn.Linear):
@@ -253,7 +249,16 @@ class GPT(nn.Module):
                 f"{self.config.max_seq_len}. Cut the sequences, or raise model.max_seq_len."
             )
         x_BTH = self.embed(token_BT)
-        cos, sin = self.rotary(seq_len, matmul_dtype(x_BTH))
+        if x_BTH.dtype == matmul_dtype(x_BTH):
+            # Parameters come in the compute dtype. Autocast has nothing to cast then, but would
+            # widen each norm's input, whose kernel computes in fp32 anyway: two passes over memory
+            # for the same numbers.
+            with torch.autocast(x_BTH.device.type, enabled=False):
+                return self._decode(x_BTH)
+        return self._decode(x_BTH)
+
+    def _decode(self, x_BTH: Tensor) -> Tensor:
+        cos, sin = self.rotary(x_BTH.shape[1], matmul_dtype(x_BTH))
         for layer in self.layers:
             x_BTH = layer(x_BTH, cos, sin)
         return self.head(self.norm(x_BTH))
