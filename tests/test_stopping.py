@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zero_strategy
 from tests import lit
-from tests.ranks import ranks
+from tests.ranks import RankError, ranks
 
 NAMES = ("zero1", "zero2", "zero3")
 EPOCH = 3 * lit.GLOBAL_BATCH
@@ -130,3 +130,28 @@ def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(
     for found, found_losses in ranks(2).run(break_and_go_on, name, str(tmp_path / name)):
         assert found == names
         assert found_losses == pytest.approx(losses, rel=FP32_TOLERANCE)
+
+
+class _AloneBroken(lit.Lit):
+    """Fails on one rank only."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 1 and self.trainer.global_rank == 1:
+            raise RuntimeError("broken on one rank")
+        return super().training_step(batch, index)
+
+
+def _break_alone(path: str) -> None:
+    from datetime import timedelta
+
+    from zero_strategy import strategy
+
+    strategy._JOIN_SAVE = timedelta(seconds=2)
+    saver = ModelCheckpoint(path, save_on_exception=True)
+    run = lit.trainer("zero3", max_steps=4, enable_checkpointing=True, callbacks=[saver])
+    run.fit(_AloneBroken(), lit.loader())
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_a_save_that_nobody_joins(tmp_path: Any) -> None:
+    with pytest.raises(RankError, match="the other ranks did not join within 2 s"):
+        ranks(2).run(_break_alone, str(tmp_path), timeout_s=40)

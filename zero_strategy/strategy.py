@@ -5,6 +5,7 @@ them (`shard`) and plans their bytes (`planning/estimate`); gradients meet in `g
 """
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
@@ -38,6 +40,7 @@ from zero_strategy.precision import ZeroPrecision
 from zero_strategy.shard import Sharded, memory_plan, shard_module
 
 _SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
+_JOIN_SAVE = timedelta(seconds=60)
 _OPTIONS = ("stage", "blocks", "compile", "init", "timeout", "process_group_backend")
 
 
@@ -210,6 +213,8 @@ class ZeroStrategy(DDPStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             self._watch(trainer)
+        elif self._control is not None:
+            seams.without_stop_broadcast(trainer, self._stop_evaluation)
         self.setup_precision_plugin()
         seams.log_whole_tensors(module)
 
@@ -248,6 +253,7 @@ class ZeroStrategy(DDPStrategy):
                 "must be the same within one process. Save a checkpoint and load it into a new "
                 "module."
             )
+        self.checks = {"units": f"{sharded.unit_classes}, sharded by an earlier run"}
         return sharded
 
     @override
@@ -376,6 +382,11 @@ class ZeroStrategy(DDPStrategy):
             cast(Any, self.launcher).kill(signal.Signals(signum))
         self._poll.report(Event.STOP_REQUESTED)
 
+    def _stop_evaluation(self, signum: int, _: FrameType | None) -> None:
+        if self.launcher is not None:
+            cast(Any, self.launcher).kill(signal.Signals(signum))
+        seams.request_stop(self._module.trainer)
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._poll is not None, "training runs after set-up"
@@ -436,10 +447,28 @@ class ZeroStrategy(DDPStrategy):
             )
         if self.zero_precision.finite_watch.any_bad(wait=True):
             self._raise_non_finite()
+        if sys.exc_info()[0] is not None:
+            self._await_ranks()
         began_s = time.perf_counter()
         path = Path(self.broadcast(str(filepath)))
         trainer_state.write(path, checkpoint)
         self.last_save = (path.name, time.perf_counter() - began_s)
+
+    def _await_ranks(self) -> None:
+        """Wait for the other ranks to join a save that an exception brought about.
+
+        Raises: RuntimeError: they have not failed with this one, so nobody will.
+        """
+        if self._control is None:
+            return
+        try:
+            dist.monitored_barrier(self._control, timeout=_JOIN_SAVE)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no checkpoint is written after the exception: the other ranks did not join "
+                f"within {_JOIN_SAVE.total_seconds():.0f} s, so they did not fail with this one. "
+                "Resume from the last checkpoint."
+            ) from error
 
     @override
     def load_checkpoint(
