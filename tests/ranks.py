@@ -17,7 +17,7 @@ from typing import Any
 
 
 class RankError(AssertionError):
-    """A function failed on some rank; holds the first traceback."""
+    """A function failed on some rank; holds the traceback that says most."""
 
 
 class Ranks:
@@ -58,7 +58,7 @@ class Ranks:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 ok, value = False, f"rank {rank} died"
-            if not ok and (failure is None or "Connection closed" in failure):
+            if not ok and (failure is None or _follows_another(failure)):
                 failure = value
             results.append(value)
         if failure:
@@ -73,6 +73,11 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+
+
+def _follows_another(failure: str) -> bool:
+    """Whether a rank failed because another one did, whose words say more."""
+    return "Connection closed" in failure or "did not answer" in failure
 
 
 _pools: dict[int, Ranks] = {}

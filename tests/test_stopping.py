@@ -154,4 +154,4 @@ def _break_alone(path: str) -> None:
 
 def test_a_rank_that_fails_alone_does_not_wait_for_a_save_that_nobody_joins(tmp_path: Any) -> None:
     with pytest.raises(RankError, match="the other ranks did not join within 2 s"):
-        ranks(2).run(_break_alone, str(tmp_path), timeout_s=40)
+        ranks(2).run(_break_alone, str(tmp_path), timeout_s=15)
