@@ -142,11 +142,9 @@ class _AloneBroken(lit.Lit):
 
 
 def _break_alone(path: str) -> None:
-    from datetime import timedelta
-
     from zero_strategy import strategy
 
-    strategy._JOIN_SAVE = timedelta(seconds=2)
+    strategy._JOIN_S = 2.0
     saver = ModelCheckpoint(path, save_on_exception=True)
     run = lit.trainer("zero3", max_steps=4, enable_checkpointing=True, callbacks=[saver])
     run.fit(_AloneBroken(), lit.loader())

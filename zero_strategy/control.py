@@ -7,6 +7,7 @@ posted a micro-batch earlier, which has long completed: the accelerator is never
 host does not wait, yet all ranks act at the same micro-batch.
 """
 
+import time
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -43,6 +44,16 @@ def control_group() -> dist.ProcessGroup | None:
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
         _groups[default] = group
     return _groups[default]
+
+
+def all_join(group: dist.ProcessGroup, *, within_s: float) -> bool:
+    """Whether every rank calls this within so many seconds."""
+    work = dist.barrier(group=group, async_op=True)
+    assert work is not None, "an asynchronous barrier returns its work"
+    deadline = time.monotonic() + within_s
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return work.is_completed()
 
 
 class ControlPoll:

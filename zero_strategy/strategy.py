@@ -32,7 +32,13 @@ from zero_strategy import checks, seams
 from zero_strategy.blocks import find_units
 from zero_strategy.checkpoint import state, storage, trainer_state
 from zero_strategy.config import InitDevice, PrecisionName, ZeroConfig, refusal, unknown_options
-from zero_strategy.control import ControlPoll, Event, NonFiniteGradientError, control_group
+from zero_strategy.control import (
+    ControlPoll,
+    Event,
+    NonFiniteGradientError,
+    all_join,
+    control_group,
+)
 from zero_strategy.evaluation import Turns
 from zero_strategy.mesh import build_mesh, same_mesh
 from zero_strategy.planning.estimate import MemoryPlan
@@ -40,7 +46,7 @@ from zero_strategy.precision import ZeroPrecision
 from zero_strategy.shard import Sharded, memory_plan, shard_module
 
 _SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
-_JOIN_SAVE = timedelta(seconds=60)
+_JOIN_S = 60.0
 _OPTIONS = ("stage", "blocks", "compile", "init", "timeout", "process_group_backend")
 
 
@@ -115,6 +121,7 @@ class ZeroStrategy(DDPStrategy):
         self._sharded: Sharded | None = None
         self._turns: Turns | None = None
         self._poll: ControlPoll | None = None
+        self._control: dist.ProcessGroup | None = None
 
     # What the run is told about itself.
 
@@ -408,6 +415,33 @@ class ZeroStrategy(DDPStrategy):
             "last checkpoint with a lower learning rate, or without that batch."
         )
 
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._await_ranks_after_exception()
+        return super().broadcast(obj, src)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._await_ranks_after_exception()
+        super().barrier(*args, **kwargs)
+
+    def _await_ranks_after_exception(self) -> None:
+        """Join the other ranks before a collective of code that handles an exception.
+
+        Callbacks save on an exception, which takes all ranks; one that failed alone must not wait
+        for them until the time limit of the run.
+
+        Raises: RuntimeError: the other ranks have not failed with this one.
+        """
+        if sys.exc_info()[0] is None or self._control is None:
+            return
+        if not all_join(self._control, within_s=_JOIN_S):
+            raise RuntimeError(
+                f"nothing is saved after the exception: the other ranks did not join within "
+                f"{_JOIN_S:.0f} s, so they did not fail with this one. Resume from the last "
+                "checkpoint."
+            )
+
     # Checkpoints.
 
     def _names(self) -> dict[int, str]:
@@ -447,28 +481,10 @@ class ZeroStrategy(DDPStrategy):
             )
         if self.zero_precision.finite_watch.any_bad(wait=True):
             self._raise_non_finite()
-        if sys.exc_info()[0] is not None:
-            self._await_ranks()
         began_s = time.perf_counter()
         path = Path(self.broadcast(str(filepath)))
         trainer_state.write(path, checkpoint)
         self.last_save = (path.name, time.perf_counter() - began_s)
-
-    def _await_ranks(self) -> None:
-        """Wait for the other ranks to join a save that an exception brought about.
-
-        Raises: RuntimeError: they have not failed with this one, so nobody will.
-        """
-        if self._control is None:
-            return
-        try:
-            dist.monitored_barrier(self._control, timeout=_JOIN_SAVE)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"no checkpoint is written after the exception: the other ranks did not join "
-                f"within {_JOIN_SAVE.total_seconds():.0f} s, so they did not fail with this one. "
-                "Resume from the last checkpoint."
-            ) from error
 
     @override
     def load_checkpoint(
