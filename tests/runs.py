@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -99,3 +99,21 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except (ValueError, KeyError) as error:
         return str(error)
     return ""
+
+
+class Unfreezing(BaseFinetuning):
+    """The blocks stay frozen for one epoch, then join as a parameter group of their own."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.gpt.layers)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.gpt.layers, optimizer, lr=2e-3)
+        if epoch > 1:
+            self.make_trainable(pl_module.gpt.layers)
+
+
+class HeadFirst(lit.Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from tests import lit
 from tests.ranks import ranks
+from tests.runs import HeadFirst, Unfreezing
 
 NAMES = ("zero1", "zero2", "zero3")
 EPOCH = 3 * lit.GLOBAL_BATCH
@@ -259,22 +259,6 @@ def test_logged_numbers_of_sharded_tensors_are_whole_and_plain(name: str) -> Non
 
 
 # Finetuning.
-
-
-class Unfreezing(BaseFinetuning):
-    """The blocks stay frozen for one epoch, then join as a parameter group of their own."""
-
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze(pl_module.gpt.layers)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.gpt.layers, optimizer, lr=2e-3)
-
-
-class HeadFirst(lit.Lit):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
 def finetune(strategy: str) -> tuple[lit.Outcome, bool]:

@@ -9,14 +9,22 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_strategy
 from tests import lit
 from tests.ranks import ranks
-from tests.runs import FP32_TOLERANCE, Run, SaveAfter, assert_same, fit, refusal
+from tests.runs import (
+    FP32_TOLERANCE,
+    HeadFirst,
+    Run,
+    SaveAfter,
+    Unfreezing,
+    assert_same,
+    fit,
+    refusal,
+)
 from zero_strategy.checkpoint.export import export
 
 NAMES = ("zero1", "zero2", "zero3")
@@ -302,24 +310,6 @@ def test_several_optimizers_resume(tmp_path: Path) -> None:
     assert_same(fit_players("auto", resume=out), expected, first=6)
     for message in ranks(2).run(fit_one_player, path):
         assert "the checkpoint holds 2 optimizers, must be 1" in message
-
-
-class Unfreezing(BaseFinetuning):
-    """The blocks stay frozen for one epoch, then join as a parameter group of their own."""
-
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze(pl_module.gpt.layers)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.gpt.layers, optimizer, lr=2e-3)
-        if epoch > 1:
-            self.make_trainable(pl_module.gpt.layers)
-
-
-class HeadFirst(lit.Lit):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
 def fit_unfreezing(strategy: str, **options: Any) -> Run:

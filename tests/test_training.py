@@ -20,7 +20,7 @@ NAMES = ("zero1", "zero2", "zero3")
 FP32_TOLERANCE = 2e-6  # see tests/test_parity.py
 
 
-def same(outcome: lit.Outcome, expected: lit.Outcome) -> None:
+def assert_same(outcome: lit.Outcome, expected: lit.Outcome) -> None:
     assert outcome.losses == pytest.approx(expected.losses, rel=FP32_TOLERANCE, abs=FP32_TOLERANCE)
     assert outcome.parameters.keys() == expected.parameters.keys()
     for name, value in expected.parameters.items():
@@ -121,7 +121,7 @@ def fit_gan(strategy: str) -> lit.Outcome:
 def test_two_optimizers_under_manual_optimization_learn_alike(name: str, world_size: int) -> None:
     expected = fit_gan("auto")
     assert len(expected.losses) == 16
-    same(ranks(world_size).run(fit_gan, name)[0], expected)
+    assert_same(ranks(world_size).run(fit_gan, name)[0], expected)
 
 
 class _BareParameter(Gan):
@@ -164,7 +164,7 @@ def test_frozen_tied_and_unused_parameters_learn_alike(name: str) -> None:
     expected = fit_partial("auto")
     untouched = Partial()
     outcome = ranks(2).run(fit_partial, name)[0]
-    same(outcome, expected)
+    assert_same(outcome, expected)
     for parameter in ("unused.weight", "gpt.layers.1.attention.qkv.weight"):
         if parameter in outcome.parameters:
             assert torch.equal(
@@ -178,7 +178,7 @@ def fit_by_value(strategy: str) -> lit.Outcome:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clipping_by_value_learns_alike(name: str) -> None:
-    same(ranks(2).run(fit_by_value, name)[0], fit_by_value("auto"))
+    assert_same(ranks(2).run(fit_by_value, name)[0], fit_by_value("auto"))
 
 
 class _NormKeeping(lit.Lit):
@@ -323,7 +323,7 @@ def _fit_configured(options: dict[str, Any]) -> tuple[lit.Outcome, list[float]]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_module_built_in_configure_model_equals_the_plain_one(stage: int, init: str) -> None:
     outcome, _ = ranks(2).run(_fit_configured, {"stage": stage, "init": init})[0]
-    same(outcome, lit.fit("auto"))
+    assert_same(outcome, lit.fit("auto"))
 
 
 def _unseeded(name: str) -> list[float]:
@@ -389,8 +389,8 @@ def test_named_block_classes_replace_the_repeated_blocks() -> None:
     expected = lit.fit("auto")
     found, num_found, held_found = ranks(2).run(_fit_blocks, None)[0]
     named, num_named, held_named = ranks(2).run(_fit_blocks, [Linear])[0]
-    same(found, expected)
-    same(named, expected)
+    assert_same(found, expected)
+    assert_same(named, expected)
     total = sum(p.numel() for p in lit.Lit().parameters())
     assert num_found == 3
     assert num_named > 3
@@ -435,7 +435,7 @@ def _fit_compiled(stage: int) -> tuple[lit.Outcome, list[str]]:
 
 def test_compiled_blocks_learn_alike_and_keep_their_names() -> None:
     outcome, names = ranks(2).run(_fit_compiled, 3, timeout_s=500)[0]
-    same(outcome, lit.fit("auto", steps=3))
+    assert_same(outcome, lit.fit("auto", steps=3))
     assert names == list(lit.Lit().state_dict())
 
 
