@@ -16,6 +16,7 @@ from zero_strategy.presets import PRESETS
 ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
+import os
 import lightning as L, torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,7 +38,8 @@ TRAIN = """
 if __name__ == "__main__":
     trainer = L.Trainer(strategy="zero3", devices=2, **QUIET)
     trainer.fit(Net())
-    print("rank", trainer.global_rank, "of", trainer.world_size, type(trainer.strategy).__name__)
+    told = f"rank {trainer.global_rank} of {trainer.world_size} {type(trainer.strategy).__name__}\\n"
+    os.write(1, told.encode())  # one write, which ranks cannot tear apart
 """
 
 
