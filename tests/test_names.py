@@ -38,7 +38,8 @@ TRAIN = """
 if __name__ == "__main__":
     trainer = L.Trainer(strategy="zero3", devices=2, **QUIET)
     trainer.fit(Net())
-    told = f"rank {trainer.global_rank} of {trainer.world_size} {type(trainer.strategy).__name__}\\n"
+    kind = type(trainer.strategy).__name__
+    told = f"rank {trainer.global_rank} of {trainer.world_size} {kind}\\n"
     os.write(1, told.encode())  # one write, which ranks cannot tear apart
 """
 
