@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests import lit
 from tests.ranks import RankError, ranks
@@ -162,6 +163,10 @@ def test_launchers_that_pickle_the_result_are_refused(method: str) -> None:
         ({"init": "metal"}, r"zero.init = 'metal': must be cpu or meta. Use meta."),
         ({"blocks": ["Block"]}, r"zero.blocks\[0\] = 'Block': must be a class"),
         ({"blocks": []}, r"zero.blocks = \(\): must be a list of module classes"),
+        (
+            {"blocks": [nn.ModuleList]},
+            r"zero.blocks\[0\] = ModuleList: must be a class with a forw",
+        ),
         ({"comple": "blocks"}, r"zero.comple = 'blocks'.*Use 'compile'"),
         ({"reduce_bucket_size": 5}, r"zero.reduce_bucket_size = 5: must be an option.*Known"),
         ({"pipeline": 2}, r"zero.pipeline = 2: must be left out"),
@@ -181,8 +186,6 @@ def test_every_wrong_option_is_listed_at_once() -> None:
 
 
 def _misnamed_block(_: str) -> None:
-    from torch import nn
-
     lit.trainer(ZeroStrategy(blocks=[nn.Conv2d])).fit(lit.Lit(), lit.loader())
 
 

@@ -174,3 +174,19 @@ def test_stdlib_yields_many_sources_and_no_tests():
     assert len(texts) > 300
     assert any('"""Abstract Base Classes (ABCs)' in text for text in texts)
     assert not any(text.startswith("# Python test set") for text in texts)
+
+
+def test_a_forgotten_output_name_does_not_replace_a_text(tmp_path):
+    book, more = tmp_path / "book.txt", tmp_path / "more.txt"
+    book.write_text("years of work")
+    more.write_text("more")
+    with pytest.raises(ValueError, match="must be a token file or not exist"):
+        build_token_file(book, [more])
+    with pytest.raises(ValueError, match="must not be an input"):
+        build_token_file(book, [more, book])
+    with pytest.raises(ValueError, match="must be a token file or not exist"):
+        build_token_file(tmp_path, [more])
+    assert book.read_text() == "years of work"
+    out = tmp_path / "a.tok"
+    build_token_file(out, [book])
+    assert build_token_file(out, [book, more]).num_documents == 2

@@ -495,3 +495,39 @@ def test_plan_states_the_bytes_a_rank_holds(name: str) -> None:
         # A quarter each, but for rows that do not divide by four.
         assert held["params"] == pytest.approx(total * 4 / 4, rel=0.1)
         assert held["optimizer"] == 2 * held["params"]
+
+
+class _Stages(lit.Lit):
+    """Blocks in lists of lists, and modules in a list of dictionaries."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        blocks = list(self.gpt.layers)
+        del self.gpt.layers
+        self.kind = kind
+        if kind == "lists":
+            self.stages = nn.ModuleList([nn.ModuleList(blocks[:2]), nn.ModuleList(blocks[2:])])
+        else:
+            self.stages = nn.ModuleList(nn.ModuleDict({"block": block}) for block in blocks)
+
+    def forward(self, token_BT: Tensor) -> Tensor:
+        x_BTH = self.gpt.embed(token_BT)
+        cos, sin = self.gpt.rotary(x_BTH.shape[1], x_BTH.dtype)
+        for stage in self.stages:
+            for block in stage if self.kind == "lists" else stage.values():
+                x_BTH = block(x_BTH, cos, sin)
+        return self.gpt.head(self.gpt.norm(x_BTH))
+
+
+def _fit_stages(name: str, kind: str) -> tuple[lit.Outcome, int]:
+    module = _Stages(kind)
+    outcome = lit.fit(name, module=module)
+    units = 0 if name == "auto" else len(module.trainer.strategy.sharded.units)
+    return outcome, units
+
+
+@pytest.mark.parametrize("kind", ["lists", "dictionaries"])
+def test_blocks_in_nested_containers_are_found(kind: str) -> None:
+    outcome, units = ranks(2).run(_fit_stages, "zero3", kind)[0]
+    assert units == 3
+    assert_same(outcome, _fit_stages("auto", kind)[0])

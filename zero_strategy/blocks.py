@@ -55,7 +55,7 @@ def find_units(
         if not found:
             found, source = _repeated(module), "repeated blocks"
     if every_child:
-        children = {n: c for n, c in module.named_children() if num_parameters(c)}
+        children = _callable_members("", module)
         _refuse_shared_children(children)
         found = {n: m for n, m in module.named_modules() if n in children or n in found}
     kept, tied_out = _without_tied(module, found)
@@ -79,7 +79,11 @@ def _declared(module: nn.Module) -> dict[str, nn.Module]:
     names: set[str] = set()
     for sub in module.modules():
         names.update(vars(type(sub)).get("_no_split_modules") or ())
-    return {n: m for n, m in module.named_modules() if type(m).__name__ in names}
+    return {
+        n: m
+        for n, m in module.named_modules()
+        if type(m).__name__ in names and not isinstance(m, nn.ModuleList | nn.ModuleDict)
+    }
 
 
 def _repeated(module: nn.Module) -> dict[str, nn.Module]:
@@ -90,8 +94,20 @@ def _repeated(module: nn.Module) -> dict[str, nn.Module]:
         if any(name.startswith(f"{outer}.") for outer in found):
             continue
         if isinstance(sub, nn.ModuleList | nn.Sequential) and _is_repetition(sub, total):
-            found.update({f"{name}.{i}" if name else i: m for i, m in sub.named_children()})
+            found.update(_callable_members(name, sub))
     return found
+
+
+def _callable_members(name: str, container: nn.Module) -> dict[str, nn.Module]:
+    """Members of a container, and of containers among them, which have no forward to hook."""
+    members: dict[str, nn.Module] = {}
+    for key, member in container.named_children():
+        path = f"{name}.{key}" if name else key
+        if isinstance(member, nn.ModuleList | nn.ModuleDict):
+            members.update(_callable_members(path, member))
+        elif num_parameters(member):
+            members[path] = member
+    return members
 
 
 def _is_repetition(container: nn.Module, total: int) -> bool:

@@ -87,6 +87,11 @@ def _block_problems(blocks: object) -> list[str]:
         f"Use {getattr(block, '__name__', type(block).__name__)} itself, not its name or an object."
         for i, block in enumerate(blocks)
         if not (isinstance(block, type) and issubclass(block, nn.Module))
+    ] + [
+        f"zero.blocks[{i}] = {block.__name__}: must be a class with a forward, which is where its "
+        "parameters are gathered. Name the class of its members."
+        for i, block in enumerate(blocks)
+        if isinstance(block, type) and issubclass(block, nn.ModuleList | nn.ModuleDict)
     ]
 
 

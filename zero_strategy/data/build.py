@@ -31,14 +31,31 @@ def build_token_file(
         The new file, mapped.
 
     Raises:
-        ValueError: an input is missing, not UTF-8, or a line holds no such text; names the line.
+        ValueError: `out` is an input or holds something else than tokens; an input is missing,
+            not UTF-8, or a line holds no such text; names the line.
     """
     paths = [Path(path) for path in inputs]
+    _refuse_other_contents(Path(out), paths)
     missing = [str(path) for path in paths if not path.is_file()]
     if missing or not paths:
         raise ValueError(f"inputs = {missing}: must be existing files. Check the paths.")
     texts = (text for path in paths for text in documents(path, field))
     return write_token_file(out, texts, tokenizer or ByteTokenizer())
+
+
+def _refuse_other_contents(out: Path, inputs: list[Path]) -> None:
+    """Keep a forgotten output name from replacing a text."""
+    if out.resolve() in {path.resolve() for path in inputs}:
+        raise ValueError(f"out = '{out}': must not be an input. Name the token file first.")
+    if not out.exists():
+        return
+    try:
+        TokenFile.open(out)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"out = '{out}': must be a token file or not exist, but holds something else. Name the "
+            "token file first, before the inputs."
+        ) from error
 
 
 def documents(path: Path, field: str) -> Iterator[str]:
