@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests import lit
 from tests.counting import collectives
-from tests.ranks import ranks
+from tests.ranks import RankError, ranks
 
 NAMES = ("zero1", "zero2", "zero3")
 
@@ -270,3 +270,50 @@ def _predicted_rows(name: str) -> list[list[int]]:
 def test_every_sample_is_predicted_once() -> None:
     rows = [row for per_rank in ranks(2).run(_predicted_rows, "zero3") for row in per_rank]
     assert sorted(rows) == sorted(lit.Tokens(9).rows.tolist())
+
+
+class _Normalizing(lit.Lit):
+    """Keeps running statistics, which each rank's own batches move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(13)
+
+    def loss(self, row_BT: Tensor) -> Tensor:
+        return super().loss(row_BT) + self.norm(row_BT[:, :-1].float()).square().mean()
+
+
+def _normalize(name: str, path: str) -> tuple[dict[str, float], list[float], list[float]]:
+    module = _Normalizing()
+    run = lit.trainer(name, max_steps=4, val_check_interval=2)
+    run.fit(module, lit.loader(48), lit.loader(24))
+    metrics = {k: float(v) for k, v in run.callback_metrics.items() if k.startswith("val")}
+    run.save_checkpoint(path)
+    kept = module.norm.running_mean.tolist()
+    resumed = _Normalizing()
+    again = lit.trainer(name)
+    result = again.validate(resumed, lit.loader(24), ckpt_path=path, verbose=False)
+    return metrics, kept, [result[0]["val_loss"], *resumed.norm.running_mean.tolist()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_evaluate_and_save_one_set_of_running_statistics(
+    name: str, tmp_path: Any
+) -> None:
+    expected = ranks(2).run(_normalize, "ddp", str(tmp_path / "ddp.ckpt"))[0]
+    for metrics, kept, resumed in ranks(2).run(_normalize, name, str(tmp_path / "a.ckpt")):
+        assert metrics == pytest.approx(expected[0], rel=1e-5)
+        assert resumed[0] == pytest.approx(metrics["val_loss"], rel=1e-6)
+        assert resumed[1:] == kept == pytest.approx(expected[1], rel=1e-6)
+
+
+def _other_buffer(name: str) -> None:
+    module = lit.Lit()
+    if dist.get_rank() == 1:
+        module.register_buffer("extra", torch.ones(3))
+    lit.trainer(name, max_steps=1).fit(module, lit.loader())
+
+
+def test_a_buffer_on_one_rank_only_is_refused() -> None:
+    with pytest.raises(RankError, match=r"ranks \[1\] built another module than rank 0"):
+        ranks(2).run(_other_buffer, "zero3")

@@ -79,6 +79,7 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup | None) -> Non
     lines = [
         f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in parameter_names(module)
     ]
+    lines += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
     dist.all_gather_object(digests, (digest, len(lines)), group=group)
@@ -86,7 +87,7 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup | None) -> Non
     if different:
         counts = {rank: digests[rank][1] for rank in (0, *different)}
         raise ValueError(
-            f"ranks {different} built another module than rank 0 (parameters per rank: {counts}): "
+            f"ranks {different} built another module than rank 0 (tensors per rank: {counts}): "
             "must be the same names, shapes, dtypes and requires_grad. Do not let the rank decide "
             "what is built."
         )

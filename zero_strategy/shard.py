@@ -70,6 +70,17 @@ class Sharded:
         for module in self.modules:
             module.reshard()
 
+    def sync_buffers(self) -> None:
+        """Give every rank rank 0's buffers, for example the running statistics of a BatchNorm.
+
+        Cost: collective; one broadcast of the buffers' bytes per dtype.
+        """
+        kind = self.mesh.device_type
+        buffers = [b for b in self.root.buffers() if b.device.type == kind]
+        if self.mesh.size() > 1 and buffers:
+            with torch.no_grad():
+                _broadcast(buffers, self.mesh)
+
     def abandon_step(self) -> None:
         """Let parameters go after an exception inside a forward or backward."""
         root: Any = self.root
@@ -220,6 +231,8 @@ def _broadcast(tensors: list[Tensor], mesh: DeviceMesh) -> None:
         by_dtype[tensor.dtype].append(tensor)
     for same in by_dtype.values():
         flat = torch.cat([t.detach().reshape(-1) for t in same])
+        if not flat.numel():
+            continue
         # As bytes, since not every backend moves every dtype.
         dist.broadcast(flat.view(torch.uint8), src=0, group=mesh.get_group())
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):

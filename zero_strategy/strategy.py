@@ -357,6 +357,20 @@ class ZeroStrategy(DDPStrategy):
         with self._sharded_after_exception():
             return super().training_step(*args, **kwargs)
 
+    # Each rank's batches move its buffers; all must evaluate the model that is saved.
+
+    @override
+    def on_validation_start(self) -> None:
+        self.sharded.sync_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.sharded.sync_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.sharded.sync_buffers()
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -454,8 +468,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's view of the weights: DTensors and replicated buffers."""
+        """This rank's view of the weights: DTensors, and rank 0's buffers."""
         self.sharded.reshard()
+        if sys.exc_info()[0] is None:
+            self.sharded.sync_buffers()
         tensors, extra = state.model_state(self._module)
         return {**tensors, **extra}
 
