@@ -102,6 +102,7 @@ def test_ours_and_the_rival_are_timed_after_learning_the_same(dry_run):
         # The same operations on the same two shards; bf16 leaves no more.
         assert rows["loss difference"]["max"] <= 0.02
         assert rows["step time"]["runs"] == 3
+        assert "turns side by side" in rows["step time"]["note"]
         assert rows["step time"]["min"] > 0
     ours, rival = (rows_of(dry_run, s)["step time"]["median"] for s in (OURS, "fsdp2"))
     assert dry_run["ratios"]["vs fsdp2"] == pytest.approx(rival / ours, rel=1e-3)
@@ -119,6 +120,35 @@ def test_a_system_that_learns_something_else_is_not_timed(dry_run):
     assert row["metric"] == "loss difference"
     assert row["max"] > 1
     assert "vs wrong" not in dry_run["ratios"]
+
+
+def test_processes_one_after_the_other_are_timed_too():
+    case = dataclasses.replace(find_case("train_step_3b").quick(), systems=(OURS, "fsdp2"))
+    findings = case.measure(Launcher(num_ranks=1, time_limit_s=120))
+    assert findings.ratios["vs fsdp2"] > 0
+    assert not findings.broken
+
+
+def dies_in_its_second_turn(workload, watch):
+    for index in range(workload.num_batches):
+        if index == workload.num_batches // 2:
+            die(3)
+        watch.begin(index)
+
+
+def only_waits(workload, watch):
+    for index in range(workload.num_batches):
+        watch.begin(index)
+
+
+def test_a_system_that_dies_in_its_turn_does_not_hold_up_the_others(monkeypatch):
+    monkeypatch.setitem(SYSTEMS, "dies", f"{__name__}:dies_in_its_second_turn")
+    monkeypatch.setitem(SYSTEMS, "waits", f"{__name__}:only_waits")
+    case = dataclasses.replace(find_case("train_step_small").quick(), rounds=4)
+    findings = Findings()
+    reports = case._time_in_turns(Launcher(num_ranks=1), ["dies", "waits"], findings)
+    assert [row.note for row in findings.rows] == ["failed: exit code 3 without a report"]
+    assert len(reports["waits"][0]["step_s"]) == 4 * case.steps
 
 
 # Launching.

@@ -22,10 +22,11 @@ def find_case(name: str) -> Case:
     train_step_small = TrainStep(
         **small,
         systems=(OURS, "fsdp2", "deepspeed zero3"),
-        rounds=3,
-        warmup_steps=10,
-        steps=40,
-        timeout_s=100,
+        rounds=24,
+        warmup_steps=15,
+        steps=20,
+        timeout_s=300,
+        in_turns=True,
     )
     cases: dict[str, Case] = {
         "train_step_3b": TrainStep(

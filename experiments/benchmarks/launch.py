@@ -6,6 +6,7 @@ never ends the benchmark. The launching process itself starts no CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, final
 
 import torch
 
@@ -71,16 +72,65 @@ class Launcher:
             timeout_s: for start and run together; the launcher's own limit may cut it shorter.
             arguments: keyword arguments, which must fit into JSON.
         """
+        return self.run_side_by_side(function, [arguments], timeout_s=timeout_s)[0]
+
+    def run_side_by_side(
+        self,
+        function: Callable[..., Any],
+        measurements: Sequence[dict[str, Any]],
+        *,
+        timeout_s: float,
+        conduct: Callable[[Sequence[Measurement]], None] | None = None,
+    ) -> list[Report]:
+        """Call a function once per measurement, all at the same time.
+
+        Args:
+            function: as in `run`.
+            measurements: keyword arguments of each.
+            timeout_s: for all of them together.
+            conduct: called here while they run, and told which; returns when all are on their own.
+        """
         limit_s = min(timeout_s, self._deadline - time.monotonic())
         if limit_s <= 0:
-            return Report(reason="time-out: the time limit of the case was used up before it")
-        with tempfile.TemporaryDirectory() as folder:
-            return self._run(target_of(function), json.dumps(arguments), Path(folder), limit_s)
+            reason = "time-out: the time limit of the case was used up before it"
+            return [Report(reason=reason) for _ in measurements]
+        with contextlib.ExitStack() as stack:
+            started = [
+                stack.enter_context(
+                    Measurement.start(target_of(function), arguments, self.num_ranks, limit_s)
+                )
+                for arguments in measurements
+            ]
+            if conduct:
+                conduct(started)
+            return [self._report(measurement) for measurement in started]
 
-    def _run(self, target: str, arguments: str, folder: Path, limit_s: float) -> Report:
-        file, log = folder / "report.json", folder / "log"
-        command = [sys.executable, "-m", WORKER, target, arguments, str(file)]
-        with log.open("w") as output:
+    def _report(self, measurement: Measurement) -> Report:
+        report, machine = measurement.result()
+        self._machine = machine or self._machine
+        return report
+
+
+@final
+class Measurement:
+    """The processes of one function call, with their folder; a context that ends them."""
+
+    def __init__(self, ranks: list[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(
+        cls, target: str, arguments: dict[str, Any], num_ranks: int, limit_s: float
+    ) -> Iterator[Self]:
+        """Start the ranks; on leaving, kill what still runs."""
+        with tempfile.TemporaryDirectory() as name, (Path(name) / "log").open("w") as output:
+            folder = Path(name)
+            file = str(folder / "report.json")
+            command = [sys.executable, "-m", WORKER, target, json.dumps(arguments), file]
             ranks = [
                 subprocess.Popen(
                     command,
@@ -89,31 +139,43 @@ class Launcher:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-                for env in rank_environments(self.num_ranks)
+                for env in rank_environments(num_ranks)
             ]
             try:
-                in_time = _wait(ranks, limit_s)
+                yield cls(ranks, folder, limit_s)
             finally:
                 _end(ranks)
-        report = self._read(file, [rank.returncode for rank in ranks], in_time, limit_s)
-        if report.reason:
-            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            print("\n".join(f"  | {line}" for line in lines), file=sys.stderr, flush=True)
-        return report
 
-    def _read(self, file: Path, codes: list[int], in_time: bool, limit_s: float) -> Report:
+    @property
+    def running(self) -> bool:
+        """Whether every rank runs and there is time left."""
+        alive = all(rank.poll() is None for rank in self._ranks)
+        return alive and time.monotonic() < self._deadline
+
+    def result(self) -> tuple[Report, Machine | None]:
+        """Wait for the ranks; return what came back, and the machine they ran on."""
+        in_time = _wait(self._ranks, self._deadline)
+        _end(self._ranks)
+        report, machine = self._read([rank.returncode for rank in self._ranks], in_time)
+        if report.reason:
+            text = (self._folder / "log").read_text(errors="replace")
+            lines = [f"  | {line}" for line in text.splitlines()[-LOG_LINES:]]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        return report, machine
+
+    def _read(self, codes: list[int], in_time: bool) -> tuple[Report, Machine | None]:
+        file = self._folder / "report.json"
         tree = json.loads(file.read_text()) if file.exists() else {}
         if "error" in tree:
-            return Report(reason=plain_reason(tree["error"]))
+            return Report(reason=plain_reason(tree["error"])), None
         if not in_time:
-            return Report(reason=f"time-out: not finished within {limit_s:.0f} s")
+            return Report(reason=f"time-out: not finished within {self._limit_s:.0f} s"), None
         if "value" in tree:
-            self._machine = tree["machine"]
-            return Report(value=tree["value"])
+            return Report(value=tree["value"]), tree["machine"]
         code = next((code for code in codes if code), 0)
         killed = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         hint = ", as the system does when host memory runs out" if code == -signal.SIGKILL else ""
-        return Report(reason=f"{killed} without a report{hint}")
+        return Report(reason=f"{killed} without a report{hint}"), None
 
 
 def target_of(named: Callable[..., Any]) -> str:
@@ -159,9 +221,8 @@ def plain_reason(error: str) -> str:
     return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> bool:
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> bool:
     """Return whether the ranks ended in time. A failed rank shortens the time of the others."""
-    deadline = time.monotonic() + limit_s
     failing = False
     while None in (codes := [rank.poll() for rank in ranks]):
         if time.monotonic() > deadline:

@@ -1,19 +1,22 @@
 """Time and memory of a training step beside the rivals': parity first, then rounds of steps.
 
-Every measurement is a new process, and the order of the systems turns round after each round, so
-that a drift of the machine's clocks falls on all alike.
+A round is a new process per system, or a turn of processes that live side by side. The order of the
+systems turns round after each round, so that a drift of the machine's clocks falls on all alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, final
 
 from zero_strategy.experiments.benchmarks.launch import Launcher, Report, target_of
 from zero_strategy.experiments.benchmarks.result import Findings, Row, ratio
 from zero_strategy.experiments.benchmarks.systems.names import SYSTEMS
+from zero_strategy.experiments.benchmarks.turns import SETTLE_STEPS, TurnTimes, conduct
 from zero_strategy.experiments.benchmarks.watch import Losses, StepTimes, follow
 from zero_strategy.experiments.benchmarks.workload import Workload
 from zero_strategy.experiments.config import load_config
@@ -47,10 +50,11 @@ class TrainStep:
         systems: names in `SYSTEMS`; the first is ours, and ratios are taken to the others.
         batch_size: rows per rank and step.
         seq_len: predicted tokens per row.
-        rounds: processes per system.
-        warmup_steps: per round, not measured.
+        rounds: processes per system, or turns.
+        warmup_steps: per process, not measured.
         steps: per round, measured.
         timeout_s: for one process, its start included.
+        in_turns: the systems live side by side and take turns; their memory must fit together.
         tiny: train a tiny model instead of the configuration's.
     """
 
@@ -62,6 +66,7 @@ class TrainStep:
     warmup_steps: int
     steps: int
     timeout_s: int
+    in_turns: bool = False
     tiny: bool = False
 
     def quick(self) -> Self:
@@ -108,22 +113,58 @@ class TrainStep:
         """Check parity, then time what passed it."""
         findings = Findings()
         timed = self._check_parity(launcher, findings)
-        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in timed}
-        for index in range(self.rounds):
-            # A B C, then C B A.
-            for name in list(timed)[:: 1 if index % 2 == 0 else -1]:
-                report = self._follow(launcher, name, StepTimes, self.workload)
-                if report.reason:
-                    findings.rows.append(Row.failed(name, "step time", "s", report.reason))
-                    timed.remove(name)
-                else:
-                    reports[name].append(report.value)
+        time_them = self._time_in_turns if self.in_turns else self._time_one_by_one
+        reports = time_them(launcher, timed, findings)
+        timed = list(reports)
         for name in timed:
             findings.rows += self._rows(name, reports[name], launcher)
         self._compare(findings)
         if self.systems[0] not in timed:
             findings.broken.append(f"{self.systems[0]}: no step time")
         return findings
+
+    def _time_one_by_one(
+        self, launcher: Launcher, names: list[str], findings: Findings
+    ) -> dict[str, list[dict[str, Any]]]:
+        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for index in range(self.rounds):
+            # A B C, then C B A.
+            for name in list(reports)[:: 1 if index % 2 == 0 else -1]:
+                report = self._follow(launcher, name, StepTimes, self.workload)
+                if report.reason:
+                    findings.rows.append(Row.failed(name, "step time", "s", report.reason))
+                    del reports[name]
+                else:
+                    reports[name].append(report.value)
+        return reports
+
+    def _time_in_turns(
+        self, launcher: Launcher, names: list[str], findings: Findings
+    ) -> dict[str, list[dict[str, Any]]]:
+        turn_steps = SETTLE_STEPS + self.steps
+        workload = dataclasses.replace(self.workload, steps=self.rounds * turn_steps)
+        reports: dict[str, list[dict[str, Any]]] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = launcher.run_side_by_side(
+                follow,
+                [
+                    {
+                        "system": SYSTEMS[name],
+                        "watch": target_of(TurnTimes),
+                        "workload": workload.to_json(),
+                        "options": {"folder": folder, "system": i, "turn_steps": turn_steps},
+                    }
+                    for i, name in enumerate(names)
+                ],
+                timeout_s=self.timeout_s,
+                conduct=lambda systems: conduct(systems, Path(folder), self.rounds),
+            )
+        for name, report in zip(names, outcomes, strict=True):
+            if report.reason:
+                findings.rows.append(Row.failed(name, "step time", "s", report.reason))
+            else:
+                reports[name] = [report.value]
+        return reports
 
     def _follow(
         self, launcher: Launcher, name: str, watch: type[Losses | StepTimes], workload: Workload
@@ -164,8 +205,9 @@ class TrainStep:
         tokens = workload.tokens_per_step * launcher.num_ranks
         step_s = [s for report in reports for s in report["step_s"]]
         speeds = [tokens / s for s in step_s]
+        rounds = "turns side by side" if self.in_turns else "rounds"
         note = (
-            f"{self.rounds} rounds of {self.steps} steps after {self.warmup_steps}; "
+            f"{self.rounds} {rounds} of {self.steps} steps after {self.warmup_steps}; "
             f"{launcher.num_ranks} ranks x {workload.batch_size} x {workload.seq_len} tokens"
         )
         rows = [

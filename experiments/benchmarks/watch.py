@@ -5,6 +5,7 @@ A system calls `begin` before each micro-batch and `saw` with its loss; the rest
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any, Protocol, final
 
@@ -33,18 +34,38 @@ class Watch(Protocol):
         ...
 
 
-def follow(*, system: str, watch: str, workload: dict[str, Any]) -> dict[str, Any]:
+def follow(
+    *, system: str, watch: str, workload: dict[str, Any], options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train in this rank and return what the watch saw; a worker's entry.
 
     Args:
         system: "module:function" of `train(workload, watch)`.
         watch: "module:class" of the watch.
         workload: the job, as `Workload.to_json` gives it.
+        options: keyword arguments of the watch.
     """
     job = Workload.from_json(workload)
-    seen: Watch = resolve(watch)(job)
+    seen: Watch = resolve(watch)(job, **(options or {}))
     resolve(system)(job, seen)
     return seen.report()
+
+
+def device_mark() -> Any:
+    """Return a point in time: of the device's queue on a GPU, of this process on a CPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(marks: list[Any]) -> list[float]:
+    """Return the time from each mark to the next. Cost: waits for the device."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 if on_gpu else b - a for a, b in itertools.pairwise(marks)]
 
 
 @final
@@ -69,14 +90,7 @@ class StepTimes(Watch):
         if self._on_gpu and index == self._workload.end_measured:
             self._peak_bytes = torch.cuda.max_memory_allocated()
         if index % self._workload.accumulate == 0:
-            self._marks.append(self._mark())
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self._marks.append(device_mark())
 
     @override
     def saw(self, loss: Tensor) -> None:
@@ -84,11 +98,8 @@ class StepTimes(Watch):
 
     @override
     def report(self) -> dict[str, Any]:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        assert len(pairs) == self._workload.steps, "one mark per measured step, and one after them"
-        step_s = [a.elapsed_time(b) / 1e3 if self._on_gpu else b - a for a, b in pairs]
+        step_s = seconds_between(self._marks)
+        assert len(step_s) == self._workload.steps, "one mark per measured step, and one after them"
         return {"step_s": step_s, "peak_bytes": self._peak_bytes}
 
 
