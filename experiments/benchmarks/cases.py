@@ -22,11 +22,12 @@ def find_case(name: str) -> Case:
     train_step_small = TrainStep(
         **small,
         systems=(OURS, "fsdp2", "deepspeed zero3"),
-        rounds=24,
+        rounds=10,
         warmup_steps=15,
         steps=20,
-        timeout_s=300,
+        timeout_s=360,
         in_turns=True,
+        processes=3,
     )
     cases: dict[str, Case] = {
         "train_step_3b": TrainStep(

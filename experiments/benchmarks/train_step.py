@@ -55,6 +55,8 @@ class TrainStep:
         steps: per round, measured.
         timeout_s: for one process, its start included.
         in_turns: the systems live side by side and take turns; their memory must fit together.
+        processes: per system, where they take turns. Where the system puts a process changes its
+            speed by a few percent for as long as it lives.
         tiny: train a tiny model instead of the configuration's.
     """
 
@@ -67,6 +69,7 @@ class TrainStep:
     steps: int
     timeout_s: int
     in_turns: bool = False
+    processes: int = 1
     tiny: bool = False
 
     def quick(self) -> Self:
@@ -143,7 +146,8 @@ class TrainStep:
     ) -> dict[str, list[dict[str, Any]]]:
         turn_steps = SETTLE_STEPS + self.steps
         workload = dataclasses.replace(self.workload, steps=self.rounds * turn_steps)
-        reports: dict[str, list[dict[str, Any]]] = {}
+        runners = names * self.processes
+        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         with tempfile.TemporaryDirectory() as folder:
             outcomes = launcher.run_side_by_side(
                 follow,
@@ -154,16 +158,16 @@ class TrainStep:
                         "workload": workload.to_json(),
                         "options": {"folder": folder, "system": i, "turn_steps": turn_steps},
                     }
-                    for i, name in enumerate(names)
+                    for i, name in enumerate(runners)
                 ],
                 timeout_s=self.timeout_s,
                 conduct=lambda systems: conduct(systems, Path(folder), self.rounds),
             )
-        for name, report in zip(names, outcomes, strict=True):
-            if report.reason:
+        for name, report in zip(runners, outcomes, strict=True):
+            if report.reason and reports.pop(name, None) is not None:
                 findings.rows.append(Row.failed(name, "step time", "s", report.reason))
-            else:
-                reports[name] = [report.value]
+            elif name in reports:
+                reports[name].append(report.value)
         return reports
 
     def _follow(
@@ -205,7 +209,8 @@ class TrainStep:
         tokens = workload.tokens_per_step * launcher.num_ranks
         step_s = [s for report in reports for s in report["step_s"]]
         speeds = [tokens / s for s in step_s]
-        rounds = "turns side by side" if self.in_turns else "rounds"
+        turns = f"turns of each of {self.processes} processes side by side, each"
+        rounds = turns if self.in_turns else "rounds"
         note = (
             f"{self.rounds} {rounds} of {self.steps} steps after {self.warmup_steps}; "
             f"{launcher.num_ranks} ranks x {workload.batch_size} x {workload.seq_len} tokens"
