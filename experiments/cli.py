@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+# What a shell reports of a program that SIGPIPE ended: 128 + 13.
+CLOSED_PIPE_EXIT_CODE = 141
+
+# A path that the user gave is at fault, and the error's text names it.
+PATH_ERRORS = (
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
+    PermissionError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,12 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program name; those of this process by default.
 
     Returns:
-        0, or 2 where the user gave something wrong; the reason is on stderr.
+        0; 2 where the user gave something wrong, with the reason on stderr; 141 where the reader
+        of the output, such as `head`, had gone.
     """
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, FileNotFoundError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE_EXIT_CODE
+    except (ValueError, *PATH_ERRORS) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -32,7 +48,10 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train from a YAML file; a second start resumes")
     train.add_argument("config", help="file, or name of a packaged one such as tiny.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=3e-4")
+    # With a default, argparse does not list them among what is required.
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=3e-4"
+    )
     train.set_defaults(run=_train)
 
     report = commands.add_parser("report", help="versions, devices, links, names and kernels")
@@ -42,15 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("words", nargs=argparse.REMAINDER, metavar="CASE ...")
     bench.set_defaults(run=_bench)
 
-    data = commands.add_parser("data", help="token files").add_subparsers(required=True)
-    build = data.add_parser("build", help="text or JSON Lines files to one token file")
+    data = commands.add_parser("data", help="token files")
+    build = data.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "build", help="text or JSON Lines files to one token file"
+    )
     build.add_argument("out", type=Path, help="token file to write")
     build.add_argument("inputs", type=Path, nargs="+", help="*.jsonl, or text files")
     build.add_argument("--field", default="text", help="key of the text in JSON Lines")
     build.set_defaults(run=_data_build)
 
     checkpoint = commands.add_parser("checkpoint", help="checkpoint directories")
-    export = checkpoint.add_subparsers(required=True).add_parser(
+    export = checkpoint.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "export", help="one file for other programs"
     )
     export.add_argument("directory", type=Path, help="checkpoint directory")

@@ -24,12 +24,15 @@ from omegaconf.errors import OmegaConfBaseException
 from zero_strategy.config import refusal
 from zero_strategy.experiments.rules import ConfigError
 from zero_strategy.experiments.schema import RunConfig
+from zero_strategy.presets import PRESETS
 
 MAX_FILE_BYTES = 1 << 16
 MAX_DEPTH = 8
 MAX_NODES = 1000
 MAX_FILES = 8
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,3}")
+# What other libraries call it.
+SYNONYMS = {"gpu": "cuda", "fsdp": "zero3", "deepspeed": "zero3"}
 PACKAGED = Path(__file__).parent / "configs"
 
 
@@ -209,9 +212,22 @@ def _value(
     if fits:
         return node[name]
     must, fix = _wanted(hint)
-    near = difflib.get_close_matches(str(value), map(str, get_args(hint)), n=1)
-    problems.append(refusal(f"{prefix}{name}", value, [must], f'Use "{near[0]}".' if near else fix))
+    preset = PRESETS.get(value, {}) if isinstance(value, str) and name == "strategy" else {}
+    if "offload" in preset:
+        must = f"{must}; the offload engine is not part of this release"
+        fix = f'Use "zero{preset["stage"]}", which shards the same state over the processes.'
+    elif near := _nearest(str(value), [str(option) for option in get_args(hint)]):
+        fix = f'Use "{near}".'
+    problems.append(refusal(f"{prefix}{name}", value, [must], fix))
     return None
+
+
+def _nearest(value: str, options: list[str]) -> str | None:
+    """Return the option that was meant: its name elsewhere, its beginning, or one spelt alike."""
+    value = SYNONYMS.get(value, value)
+    same_start = [o for o in options if value and (o.startswith(value) or value.startswith(o))]
+    near = same_start or difflib.get_close_matches(value, options, n=1)
+    return near[0] if near else None
 
 
 def _unknown_key(path: str, value: object) -> str:

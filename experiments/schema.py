@@ -58,7 +58,11 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW, with a linear warm-up and a cosine to `lr * min_lr_ratio` at the last step."""
+    """AdamW, with a linear warm-up and a cosine to `lr * min_lr_ratio` at the last step.
+
+    A resumed run follows the schedule of its own settings from its first step on, so raising
+    `trainer.max_steps` stretches the cosine and the rate goes up again.
+    """
 
     lr: float
     """Highest learning rate."""
@@ -114,7 +118,7 @@ class TrainerConfig:
     num_nodes: int = 1
     precision: PrecisionName = "32-true"
     max_steps: int
-    """Optimizer steps."""
+    """Optimizer steps; the learning-rate schedule spans them."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
     val_every: int = 100

@@ -86,6 +86,19 @@ class TokenTask(pl.LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    @override
+    def on_train_start(self) -> None:
+        """Take the first learning rate from this run's schedule.
+
+        A checkpoint brings the rate that its own schedule had set for the next step, and that
+        schedule may have been a shorter one.
+        """
+        scheduler = self.lr_schedulers()
+        assert isinstance(scheduler, LambdaLR), "configure_optimizers returns one"
+        factors = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, (lr, factor) in zip(scheduler.optimizer.param_groups, factors, strict=True):
+            group["lr"] = lr * factor(scheduler.last_epoch)
+
     def num_tokens(self, batch: Tensor) -> int:
         """Return the predicted tokens of this rank's batch."""
         return batch.shape[0] * (batch.shape[1] - 1)

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from typing_extensions import override
 
 from zero_strategy.config import refusal
-from zero_strategy.data import ByteTokenizer, TokenDataModule
-from zero_strategy.experiments.config import load_config, save_config
+from zero_strategy.data import TokenDataModule
+from zero_strategy.experiments import run_folder
+from zero_strategy.experiments.callbacks import KeepLast, SampleText, StopTogether
 from zero_strategy.experiments.rules import ConfigError
 from zero_strategy.experiments.schema import RunConfig, TrainerConfig
-from zero_strategy.experiments.tasks import TokenTask, generate
+from zero_strategy.experiments.tasks import TokenTask
 from zero_strategy.monitor import Monitor
 from zero_strategy.strategy import ZeroStrategy
 
-CONFIG_FILE = "config.yaml"
-FINISHED_FILE = "finished.json"
-LAST_CHECKPOINT = "checkpoints/last.ckpt"
+# What a shell reports of a program that SIGTERM ended: 128 + 15.
+STOPPED_EXIT_CODE = 143
 
-# Sections that a resumed run must share with the first one, or its state would not fit.
-FIXED = ("seed", "model", "data.corpus", "data.seq_len", "data.val_fraction")
+# Beyond so many processes per core a step takes longer than anyone waits: a slip of the finger.
+MAX_PROCESSES_PER_CORE = 8
 
 # True of every small or resumed run, or meant for the authors of a library below.
 EXPECTED_WARNINGS = (
@@ -48,37 +47,68 @@ def train(config: RunConfig) -> None:
 
     Raises:
         ConfigError: this machine or the folder does not fit the configuration.
+        SystemExit: SIGTERM stopped the run; its state is saved.
     """
     run_dir = Path(config.out_dir)
     accelerator, devices = choose_devices(config.trainer)
-    check_same_run(config, run_dir)
-    if (step := finished_step(run_dir)) is not None and step >= config.trainer.max_steps:
-        rank_zero_print(
-            f"{run_dir} is finished at step {step}. Raise trainer.max_steps to go on, or choose "
-            "another out_dir."
-        )
-        return
     if accelerator == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, (cores or 1) // devices))
+        torch.set_num_threads(max(1, num_cores() // devices))
     for library in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.WARNING)
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)
-
     pl.seed_everything(config.seed, workers=True, verbose=False)
     data = make_data(config)
+    trainer = make_trainer(config, data, accelerator, devices)
+    # The Trainer knows which process is the first of all machines; it starts the others in `fit`.
+    with run_folder.locked(run_dir) if trainer.is_global_zero else nullcontext():
+        last = run_folder.last_checkpoint(run_dir)
+        changes = run_folder.resumed_changes(config, run_dir, last) if last else []
+        step = run_folder.finished_step(run_dir)
+        if step is not None and step >= config.trainer.max_steps:
+            rank_zero_print(
+                f"{run_dir} is finished at step {step}. Raise trainer.max_steps to go on, or "
+                "choose another out_dir."
+            )
+            return
+        if last:
+            rank_zero_print(" · ".join([f"resume {last}", *changes]))
+        elif (run_dir / run_folder.CONFIG_FILE).exists():
+            rank_zero_print(
+                f"{run_dir} holds a run without a checkpoint: it starts at step 0 again"
+            )
+        run(config, trainer, data, last)
+
+
+def run(config: RunConfig, trainer: pl.Trainer, data: TokenDataModule, last: Path | None) -> None:
+    """Fit from a checkpoint or from the start, and record what became of it.
+
+    Raises:
+        SystemExit: SIGTERM stopped the run; its state is saved.
+    """
+    run_dir = Path(config.out_dir)
     task = TokenTask(config, tokens_per_byte=len(data.tokens.ids) / data.tokens.num_bytes)
-    trainer = make_trainer(config, run_dir, accelerator, devices)
-    last = run_dir / LAST_CHECKPOINT
-    if last.exists():
-        rank_zero_print(f"resume {last}")
     if trainer.is_global_zero:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, run_dir / CONFIG_FILE)
-    trainer.fit(task, data, ckpt_path=last if last.exists() else None)
-    if trainer.is_global_zero and trainer.global_step >= config.trainer.max_steps:
-        (run_dir / FINISHED_FILE).write_text(json.dumps({"step": trainer.global_step}))
+        run_folder.write_config(config, run_dir)
+    try:
+        trainer.fit(task, data, ckpt_path=last)
+    except SIGTERMException:
+        # The other ranks end quietly: the first one kills all when a process that it started fails.
+        if not trainer.is_global_zero:
+            raise
+        print(
+            f"stopped by SIGTERM after step {trainer.global_step}, saved in "
+            f"{run_dir / run_folder.LAST_CHECKPOINT}. The same command goes on from there."
+            if trainer.global_step
+            else "stopped by SIGTERM before the first step. The same command starts again.",
+            flush=True,
+        )
+        raise SystemExit(STOPPED_EXIT_CODE) from None
+    step, max_steps = trainer.global_step, config.trainer.max_steps
+    if step > max_steps:
+        rank_zero_print(f"{last} is at step {step} already, beyond trainer.max_steps = {max_steps}")
+    if trainer.is_global_zero and step >= max_steps:
+        run_folder.write_finished(step, run_dir)
 
 
 def make_data(config: RunConfig) -> TokenDataModule:
@@ -105,14 +135,17 @@ def make_strategy(config: TrainerConfig) -> Any:
     )
 
 
-def make_trainer(config: RunConfig, run_dir: Path, accelerator: str, devices: int) -> pl.Trainer:
+def make_trainer(
+    config: RunConfig, data: TokenDataModule, accelerator: str, devices: int
+) -> pl.Trainer:
     """Return the Trainer of a run. Steps in the configuration are optimizer steps."""
-    trainer = config.trainer
-    folder = run_dir / "checkpoints"
-    last = ModelCheckpoint(
-        folder, save_top_k=0, save_last=True, every_n_train_steps=trainer.save_every
+    trainer, run_dir = config.trainer, Path(config.out_dir)
+    monitor = Monitor(run_dir, every=trainer.log_every)
+    last = run_dir / run_folder.LAST_CHECKPOINT
+    best = run_dir / run_folder.BEST_CHECKPOINT
+    keep_best = ModelCheckpoint(
+        best.parent, best.stem, monitor="val_loss", enable_version_counter=False
     )
-    best = ModelCheckpoint(folder, "best", monitor="val_loss", enable_version_counter=False)
     return pl.Trainer(
         strategy=make_strategy(trainer),
         accelerator=accelerator,
@@ -130,11 +163,11 @@ def make_trainer(config: RunConfig, run_dir: Path, accelerator: str, devices: in
         log_every_n_steps=trainer.log_every,
         logger=TensorBoardLogger(run_dir, name="tensorboard", version=""),
         callbacks=[
-            Monitor(run_dir, every=trainer.log_every),
+            monitor,
             SampleText(config),
-            *([best] if trainer.save_best else []),
-            last,
-            SaveLastStep(run_dir / LAST_CHECKPOINT, trainer.save_every),
+            *([StopTogether()] if trainer.strategy == "ddp" else []),
+            *([keep_best] if trainer.save_best else []),
+            KeepLast(last, trainer.save_every, data=data, monitor=monitor),
         ],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -161,91 +194,20 @@ def choose_devices(config: TrainerConfig) -> tuple[str, int]:
     if on_gpu and devices > num_gpus:
         must = f"at most {num_gpus}, the visible GPUs"
         raise ConfigError(refusal("trainer.devices", devices, [must], f"Use {num_gpus}."))
+    most = MAX_PROCESSES_PER_CORE * num_cores()
+    if not on_gpu and devices > most:
+        must = f"at most {most}, {MAX_PROCESSES_PER_CORE} processes for each of {num_cores()} cores"
+        raise ConfigError(refusal("trainer.devices", devices, [must], f"Use {num_cores()}."))
     return ("cuda" if on_gpu else "cpu"), devices
 
 
-def check_same_run(config: RunConfig, run_dir: Path) -> None:
-    """Refuse to mix two runs in one folder.
-
-    Raises:
-        ConfigError: lists every setting that the folder's run has otherwise.
-    """
-    stored_file = run_dir / CONFIG_FILE
-    if not stored_file.exists():
-        return
-    own = dataclasses.asdict(config)
-    stored = dataclasses.asdict(load_config(stored_file))
-    problems = [
-        refusal(
-            path,
-            own_value,
-            [f"{stored_value!r} as in {stored_file}"],
-            "Use that value to go on with the run, or another out_dir to start one.",
-        )
-        for path in FIXED
-        if (own_value := _at(own, path)) != (stored_value := _at(stored, path))
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = tree[key]
-    return tree
-
-
-def finished_step(run_dir: Path) -> int | None:
-    """Return the step at which the folder's run came to its end, if it did."""
-    file = run_dir / FINISHED_FILE
-    return int(json.loads(file.read_text())["step"]) if file.exists() else None
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    can_tell = hasattr(os, "sched_getaffinity")  # not on macOS
+    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
 
 
 @rank_zero_only
 def rank_zero_print(text: str) -> None:
     """Print at once, on global rank 0 alone."""
     print(text, flush=True)
-
-
-@final
-class SaveLastStep(Callback):
-    """Saves the end of a run whose length is no multiple of the saving interval."""
-
-    def __init__(self, path: Path, save_every: int) -> None:
-        self.path = path
-        self.save_every = save_every
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step % self.save_every:
-            trainer.save_checkpoint(self.path)
-
-
-@final
-class SampleText(Callback):
-    """Prints text that the trained model continues from the prompt."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        sample, model = self.config.sample, self.config.model
-        if not sample.num_tokens or self.config.data.vocab_size() != ByteTokenizer.vocab_size:
-            return
-        strategy, tokenizer = trainer.strategy, ByteTokenizer()
-        context = strategy.inference() if isinstance(strategy, ZeroStrategy) else torch.no_grad()
-        with context:
-            # Rank 0 alone: the strategy lets the other ranks serve its gathers meanwhile.
-            if not trainer.is_global_zero:
-                return
-            ids = torch.from_numpy(tokenizer.encode(sample.prompt).astype("int64"))
-            added = generate(
-                pl_module,
-                ids.to(strategy.root_device),
-                num_tokens=sample.num_tokens,
-                max_seq_len=model.max_seq_len,
-                temperature=sample.temperature,
-                seed=self.config.seed,
-            )
-        print(f"sample {sample.prompt}{tokenizer.decode(added.tolist())}", flush=True)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     Timer,
 )
 from lightning.pytorch.loggers.logger import Logger
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from tests import lit
 from tests.ranks import ranks
-from tests.runs import HeadFirst, Unfreezing
+from tests.runs import HeadFirst, Unfreezing, refusal
 
 NAMES = ("zero1", "zero2", "zero3")
 EPOCH = 3 * lit.GLOBAL_BATCH
@@ -285,3 +286,23 @@ def test_blocks_that_are_unfrozen_later_learn_what_they_learn_in_a_plain_process
             torch.testing.assert_close(
                 outcome.parameters[parameter], value, rtol=0, atol=FP32_TOLERANCE, msg=parameter
             )
+
+
+# Pruning.
+
+
+class MyPruning(ModelPruning):
+    """A user's own kind of it."""
+
+
+def prune(kind: type[ModelPruning]) -> str:
+    run = lit.trainer("zero3", max_steps=1, callbacks=[kind("l1_unstructured", amount=0.2)])
+    return refusal(run.fit, lit.Lit(), lit.loader())
+
+
+@pytest.mark.parametrize("kind", [ModelPruning, MyPruning])
+def test_pruning_of_whole_tensors_is_refused_with_the_way_to_prune(kind: type[Any]) -> None:
+    for world_size in (1, 2):
+        for message in ranks(world_size).run(prune, kind):
+            assert message.startswith(f"trainer.callbacks: {kind.__name__} ranks the elements")
+            assert "zs checkpoint export" in message

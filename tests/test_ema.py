@@ -258,6 +258,6 @@ def test_averaging_of_whole_tensors_is_refused_and_the_sharded_one_named(index: 
 
 
 def test_a_decay_out_of_range_is_refused() -> None:
-    for decay in (1.0, -0.1, float("nan")):
+    for decay in (1.0, -0.1, float("nan"), "a", None):
         with pytest.raises(ValueError, match=r"^ema\.decay = .*: must be in \[0, 1\)\. Use 0\.999"):
-            ShardedEMA(decay=decay)
+            ShardedEMA(decay=decay)  # type: ignore[arg-type]

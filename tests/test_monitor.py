@@ -355,9 +355,18 @@ def test_phases_share_out_the_step_time(tmp_path):
         assert total == pytest.approx(float(row["step_ms"]), rel=1e-5)
 
 
-def test_every_below_one_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^monitor\.every = 0: must be at least 1\. Use 10\.$"):
-        Monitor(tmp_path, every=0)
+@pytest.mark.parametrize("every", [0, -3, 2.5, "10"])
+def test_every_that_counts_no_steps_is_refused(tmp_path, every):
+    with pytest.raises(
+        ValueError, match=r"^monitor\.every = .*: must be a whole number .*Use 10\.$"
+    ):
+        Monitor(tmp_path, every=every)
+
+
+@pytest.mark.parametrize("out_dir", [3, None])
+def test_a_folder_that_is_no_path_is_refused(out_dir):
+    with pytest.raises(ValueError, match=r"^monitor\.out_dir = .*: must be the path of a folder"):
+        Monitor(out_dir)
 
 
 def test_protocols_are_recognised_by_shape():

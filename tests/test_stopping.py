@@ -142,9 +142,9 @@ class _AloneBroken(lit.Lit):
 
 
 def _break_alone(path: str) -> None:
-    from zero_strategy import strategy
+    from zero_strategy import control
 
-    strategy._JOIN_S = 2.0
+    control.JOIN_S = 2.0
     saver = ModelCheckpoint(path, save_on_exception=True)
     run = lit.trainer("zero3", max_steps=4, enable_checkpointing=True, callbacks=[saver])
     run.fit(_AloneBroken(), lit.loader())

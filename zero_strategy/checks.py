@@ -6,7 +6,7 @@ over the control group first, so that all ranks raise together.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,28 @@ from torch.optim import Optimizer
 
 from zero_strategy.blocks import Units, parameter_names
 
-_WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Rprop", "SparseAdam"}
-"""Fail inside torch on sharded parameters, with an error about DTensors."""
-_WEIGHT_AVERAGING = {"WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"}
+_REFUSED_OPTIMIZERS = {
+    "LBFGS": "flattens all parameters into one vector",
+    "Adafactor": "takes means over whole rows and columns",
+    "Rprop": "assigns by a mask, which torch cannot do in a sharded tensor",
+    "SparseAdam": "needs sparse gradients, and sharded ones are dense",
+}
+_SETTINGS = (bool, int, float, str, tuple, torch.Tensor, type(None))
+"""Kinds of values of a parameter group that mean the same in every process."""
+_AVERAGING = (
+    "copies whole tensors and cannot average sharded ones: must be zero_strategy.ShardedEMA. "
+    "Replace it by ShardedEMA(decay=...)."
+)
+_REFUSED_CALLBACKS = {
+    "WeightAveraging": _AVERAGING,
+    "EMAWeightAveraging": _AVERAGING,
+    "StochasticWeightAveraging": _AVERAGING,
+    "ModelPruning": (
+        "ranks the elements of whole tensors and puts masks beside the parameters, which sharded "
+        'ones do not allow: must be left out. Prune in one process, under strategy="auto" or after '
+        "`zs checkpoint export`."
+    ),
+}
 
 
 def check_module(module: nn.Module, *, manual_optimization: bool) -> None:
@@ -101,10 +120,10 @@ def check_optimizers(module: nn.Module, optimizers: Iterable[Optimizer]) -> None
     held = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if name in _WHOLE_TENSOR_OPTIMIZERS:
+        if name in _REFUSED_OPTIMIZERS:
             raise ValueError(
-                f"{name} works on whole tensors, which no rank holds: must be an optimizer that "
-                "treats each element by itself. Use AdamW, Adam or SGD."
+                f"{name} {_REFUSED_OPTIMIZERS[name]}: must be an optimizer that runs on sharded "
+                "tensors. Use AdamW, Adam or SGD."
             )
         groups = optimizer.param_groups
         lost = sum(id(p) not in held for g in groups for p in g["params"])
@@ -134,17 +153,54 @@ def check_trainable_sharded(module: nn.Module, world_size: int) -> None:
         )
 
 
+def check_same_optimizers(
+    module: nn.Module, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+) -> None:
+    """Refuse ranks whose optimizers differ: each would train its shards by rules of its own.
+
+    Raises: ValueError: on every rank, naming the first difference from rank 0.
+    Cost: collective; a few kilobytes of names and numbers.
+    """
+    if group is None:
+        return
+    names = {id(p): n for n, p in module.named_parameters()}
+    told: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(told, _described(optimizers, names), group=group)
+    for rank, other in enumerate(told):
+        for key in (k for k in {**told[0], **other} if told[0].get(k) != other.get(k)):
+            raise ValueError(
+                f"{key} = {other.get(key)} on rank {rank}, {told[0].get(key)} on rank 0: must be "
+                "the same on all ranks, which step one model together. Do not let the rank, or "
+                "data that only it sees, decide in configure_optimizers."
+            )
+
+
+def _described(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, str]:
+    """What each parameter group steps and with which settings, as "optimizer 0, group 1, lr"."""
+    described = {"number of optimizers": str(len(optimizers))}
+    for i, optimizer in enumerate(optimizers):
+        described[f"optimizer {i}"] = type(optimizer).__name__
+        for j, group in enumerate(optimizer.param_groups):
+            steps = " ".join(names.get(id(p), "another module's") for p in group["params"])
+            where = f"optimizer {i}, group {j}"
+            digest = hashlib.sha256(steps.encode()).hexdigest()[:8]
+            described[f"{where}, parameters"] = f"{len(group['params'])} ({digest})"
+            for key, value in group.items():
+                if isinstance(value, _SETTINGS):
+                    # A tensor is a setting of its own on each device.
+                    plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                    described[f"{where}, {key}"] = repr(plain)
+    return described
+
+
 def check_callbacks(class_names: Iterable[Iterable[str]]) -> None:
-    """Refuse callbacks that average whole tensors.
+    """Refuse callbacks that need whole tensors.
 
     Args:
         class_names: for each callback the names of its classes.
-    Raises: ValueError: naming the callback and its sharded replacement.
+    Raises: ValueError: naming the callback and what to do instead.
     """
     for names in class_names:
-        if _WEIGHT_AVERAGING.intersection(names):
-            raise ValueError(
-                f"trainer.callbacks: {next(iter(names))} copies whole tensors and cannot average "
-                "sharded ones: must be zero_strategy.ShardedEMA. Replace it by "
-                "ShardedEMA(decay=...)."
-            )
+        own, *_ = listed = list(names)
+        for name in _REFUSED_CALLBACKS.keys() & set(listed):
+            raise ValueError(f"trainer.callbacks: {own} {_REFUSED_CALLBACKS[name]}")

@@ -7,6 +7,7 @@ posted a micro-batch earlier, which has long completed: the accelerator is never
 host does not wait, yet all ranks act at the same micro-batch.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+JOIN_S = 60.0
+"""How long a rank that failed waits for the others to fail too."""
 
 
 class Event(IntEnum):
@@ -54,6 +58,24 @@ def all_join(group: dist.ProcessGroup, *, within_s: float) -> bool:
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
     return work.is_completed()
+
+
+def join_after_exception(group: dist.ProcessGroup | None) -> None:
+    """Join the other ranks before a collective of code that handles an exception.
+
+    Callbacks save on an exception, which takes all ranks; one that failed alone must not wait for
+    them until the time limit of the run. Does nothing while no exception is handled.
+
+    Raises: RuntimeError: the other ranks have not failed with this one.
+    """
+    if sys.exc_info()[0] is None or group is None:
+        return
+    if not all_join(group, within_s=JOIN_S):
+        raise RuntimeError(
+            f"nothing is saved after the exception: the other ranks did not join within "
+            f"{JOIN_S:.0f} s, so they did not fail with this one. Resume from the last "
+            "checkpoint."
+        )
 
 
 class ControlPoll:

@@ -24,7 +24,7 @@ class ShardedEMA(Callback):
 
     Args:
         decay: share of the old average kept per optimizer step, in [0, 1).
-    Raises: ValueError: decay out of range.
+    Raises: ValueError: decay is no number in that range.
     Cost: 4 bytes per parameter of this rank's shard in fp32; no collective.
 
     Example:
@@ -32,7 +32,7 @@ class ShardedEMA(Callback):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        if not 0.0 <= decay < 1.0:
+        if not isinstance(decay, float | int) or not 0.0 <= decay < 1.0:
             raise ValueError(f"ema.decay = {decay!r}: must be in [0, 1). Use 0.999.")
         self.decay = decay
         self.average: dict[str, Tensor] = {}

@@ -49,7 +49,8 @@ class Monitor(Callback):
             at are dropped from its CSV files, all of them if it starts anew.
         every: optimizer steps between log steps.
 
-    Raises: ValueError: `every` is below 1, or a CSV file in `out_dir` has other columns.
+    Raises: ValueError: `out_dir` is no path, `every` is below 1, or a CSV file in `out_dir` has
+        other columns.
 
     Cost: between log steps neither host sync nor collective; on a log step one all-reduce of 80
         bytes times the number of ranks, and a few host syncs.
@@ -59,8 +60,15 @@ class Monitor(Callback):
     """
 
     def __init__(self, out_dir: str | Path, *, every: int = 10) -> None:
-        if every < 1:
-            raise ValueError(f"monitor.every = {every}: must be at least 1. Use 10.")
+        if not isinstance(out_dir, str | Path):
+            raise ValueError(
+                f'monitor.out_dir = {out_dir!r}: must be the path of a folder. Use "runs/first"; '
+                "the steps between lines are Monitor(out_dir, every=10)."
+            )
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"monitor.every = {every!r}: must be a whole number of at least 1. Use 10."
+            )
         self.out_dir = Path(out_dir)
         self.every = every
         self._progress = Progress()

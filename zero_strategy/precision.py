@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -45,7 +45,8 @@ class ZeroPrecision(Precision):
             raise ValueError(refusal("trainer.precision", precision, get_args(PrecisionName)))
         self.precision = precision
         self.device_type = device_type
-        self.grad_norm: Tensor | None = None
+        self._grad_norm: Tensor | None = None
+        self._unclipped: Optimizer | None = None
         self.finite_watch = FiniteWatch()
         self._norms_seen = 0
         self._module: nn.Module | None = None
@@ -59,6 +60,13 @@ class ZeroPrecision(Precision):
         if self._compute_dtype is None:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global norm of the last step's gradients; computed anew between backward and clipping."""
+        if self._unclipped is not None:
+            return global_norm(self.main_params(self._unclipped))
+        return self._grad_norm
 
     @property
     def skipped_steps(self) -> int:
@@ -120,7 +128,21 @@ class ZeroPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        self.grad_norm = None
+        self._grad_norm = None
+
+        def backward() -> Any:
+            result = closure()
+            if self.scaler:
+                self.scaler.unscale_(self.main_params(cast(Any, optimizer)))
+            self._unclipped = cast(Any, optimizer)
+            return result
+
+        try:
+            return self._step(optimizer, model, backward, **kwargs)
+        finally:
+            self._unclipped = None
+
+    def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -139,11 +161,9 @@ class ZeroPrecision(Precision):
         **kwargs: Any,
     ) -> Any:
         result = closure()
-        scaler.unscale_(self.main_params(optimizer))
         self._after_closure(model, optimizer)
         norm = self.grad_norm
-        if norm is None:
-            norm = global_norm(self.main_params(optimizer))
+        assert norm is not None, "measured by clipping, or on demand"
         finite = bool(norm.isfinite())
         if finite:
             optimizer.step(**kwargs)
@@ -163,7 +183,8 @@ class ZeroPrecision(Precision):
         `clip_val=0` when clipping is off.
         """
         parameters = list(self.main_params(optimizer))
-        self.grad_norm = norm = global_norm(parameters)
+        self._unclipped = None
+        self._grad_norm = norm = global_norm(parameters)
         if self.scaler is None:
             self._judge(norm, optimizer)
         elif not bool(norm.isfinite()):
@@ -187,7 +208,7 @@ class ZeroPrecision(Precision):
         culprit = first_non_finite(named)
         where = f"first in {culprit!r} on this rank" if culprit else "in another rank's shard"
         return (
-            f"gradient norm = {float(self.grad_norm or 0.0)} at optimizer step "
+            f"gradient norm = {float(self._grad_norm or 0.0)} at optimizer step "
             f"{self._norms_seen}, {where}: must be finite. No weight was changed by this step. "
             "Lower the learning rate, check the batch, or use precision='bf16-mixed'."
         )

@@ -45,6 +45,23 @@ class ZeroRoot(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackwardPolicy:
+    """What a backward does with gradients and parameters; by default, all there is to do."""
+
+    last: bool = True
+    """No other backward comes before the optimizer steps."""
+    reduces: bool = True
+    """Gradients go to the ranks that own them."""
+    lets_go: bool = True
+    """Parameters are let go as soon as their unit's gradients are there."""
+
+
+IN_STEP = BackwardPolicy(lets_go=False)
+"""For a gradient that a step takes itself, to penalize it: the graph is gone through again, and
+what would be let go in between is read as memory that is no longer there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sharded:
     """A module after sharding."""
 
@@ -91,6 +108,14 @@ class Sharded:
         root.set_reshard_after_forward(True, recurse=False)
         self.reshard()
         root.set_reshard_after_forward(False, recurse=False)
+
+    def use_backward(self, policy: BackwardPolicy) -> None:
+        """Set what the next backward does."""
+        root: Any = self.root
+        root.set_is_last_backward(policy.last)
+        for module in self.modules:
+            module.set_requires_gradient_sync(policy.reduces, recurse=False)
+            module.set_reshard_after_backward(policy.lets_go, recurse=False)
 
     def use_stage(self, zero_stage: ZeroStage) -> None:
         """Set for a run what stays gathered between forward and backward."""
@@ -183,8 +208,18 @@ class _Builder:
     def materialize(self, sub: nn.Module) -> None:
         """Build the tensors a module owns itself, if they lie on meta."""
         tensors = [*sub.parameters(recurse=False), *sub.buffers(recurse=False)]
-        if not any(t.is_meta for t in tensors):
-            return
+        if any(t.is_meta for t in tensors):
+            self._build(sub)
+        for name, value in vars(sub).items():
+            if _lies_on_meta(value):
+                raise ValueError(
+                    f"{'.'.join(filter(None, (self._names[id(sub)], name)))} is a tensor on the "
+                    "meta device, but neither a parameter nor a buffer: must be one of them to be "
+                    f"built. Use self.register_buffer({name!r}, ..., persistent=False) and fill it "
+                    "in reset_parameters()."
+                )
+
+    def _build(self, sub: nn.Module) -> None:
         reset = getattr(sub, "reset_parameters", None)
         if reset is None:
             raise ValueError(
@@ -213,6 +248,15 @@ class _Builder:
             for other, other_name in others:
                 if id(owner) in inside and id(other) in inside:
                     setattr(other, other_name, getattr(owner, name))
+
+
+def _lies_on_meta(value: object) -> bool:
+    """Whether an attribute is, or holds in a plain container, a tensor without values."""
+    if isinstance(value, Tensor):
+        return value.is_meta
+    if isinstance(value, dict):
+        return any(map(_lies_on_meta, value.values()))
+    return isinstance(value, list | tuple) and any(map(_lies_on_meta, value))
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:

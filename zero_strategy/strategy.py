@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -36,17 +35,18 @@ from zero_strategy.control import (
     ControlPoll,
     Event,
     NonFiniteGradientError,
-    all_join,
     control_group,
+    join_after_exception,
 )
 from zero_strategy.evaluation import Turns
+from zero_strategy.explain import explain
 from zero_strategy.mesh import build_mesh, same_mesh
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
-from zero_strategy.shard import Sharded, memory_plan, shard_module
+from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module
+from zero_strategy.state_dicts import adapt_state_dicts
 
 _SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
-_JOIN_S = 60.0
 _OPTIONS = ("stage", "blocks", "compile", "init", "timeout", "process_group_backend")
 
 
@@ -105,6 +105,9 @@ class ZeroStrategy(DDPStrategy):
                 f"zero.checkpoint_io = {type(checkpoint_io).__name__}: must be left out, sharded "
                 "checkpoints are written by the strategy itself. Remove the plugin."
             )
+        if not isinstance(timeout, timedelta):
+            fix = "Use timedelta(minutes=30)."
+            problems.append(refusal("zero.timeout", timeout, ["a datetime.timedelta"], fix))
         if problems:
             raise ValueError("\n".join(problems))
         super().__init__(
@@ -117,6 +120,7 @@ class ZeroStrategy(DDPStrategy):
         )
         self.checks: dict[str, str] = {}
         self.last_save: tuple[str, float] | None = None
+        self._policy = BackwardPolicy()
         self._plan: MemoryPlan | None = None
         self._sharded: Sharded | None = None
         self._turns: Turns | None = None
@@ -139,7 +143,12 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global fp32 gradient norm of the last step, before clipping; 0-dim, on the device."""
+        """Global fp32 gradient norm of the last step, before clipping; 0-dim, on the device.
+
+        In `on_before_optimizer_step` it is that of the step to come, computed when asked for.
+
+        Cost: none after the step; before it, a collective that every rank must call.
+        """
         return self.zero_precision.grad_norm
 
     @property
@@ -246,6 +255,7 @@ class ZeroStrategy(DDPStrategy):
             "initial state": "broadcast" if self.mesh.size() > 1 else "own",
             "units": f"{units.source}, {sharded.unit_classes}",
         }
+        adapt_state_dicts(module)
         vars(module)[_SHARDED_ATTRIBUTE] = sharded
         return sharded
 
@@ -266,31 +276,46 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        checks.check_same_optimizers(self._module, self.optimizers, self._control)
         checks.check_optimizers(self._module, self.optimizers)
         checks.check_trainable_sharded(self._module, self.world_size)
+        if not self._module.automatic_optimization:
+            # The next forward of the same step must see the new weights.
+            for optimizer in self.optimizers:
+                optimizer.register_step_post_hook(lambda *_: self.sharded.reshard())
 
     @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None, "Lightning connects the module first"
         return self.lightning_module
 
-    # Gradient accumulation.
+    # Backward.
+
+    @contextmanager
+    def _backward_as(self, policy: BackwardPolicy) -> Generator[None, None, None]:
+        outer, self._policy = self._policy, policy
+        self.sharded.use_backward(policy)
+        try:
+            yield
+        finally:
+            self._policy = outer
+            self.sharded.use_backward(outer)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """A backward that is not the last before the optimizer steps."""
-        root = self.sharded.root
-        assert isinstance(root, FSDPModule), "the root is sharded"
         stage = self.config.zero_stage
-        root.set_is_last_backward(False)
-        root.set_requires_gradient_sync(stage > 1)
-        root.set_reshard_after_backward(stage == 3)
-        try:
+        policy = BackwardPolicy(last=False, reduces=stage > 1, lets_go=stage == 3)
+        with self._backward_as(policy):
             yield
-        finally:
-            root.set_is_last_backward(True)
-            root.set_requires_gradient_sync(True)
-            root.set_reshard_after_backward(True)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        by_hand = self._policy == IN_STEP and not kwargs.get("create_graph")
+        with self._backward_as(BackwardPolicy()) if by_hand else nullcontext():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -354,8 +379,11 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._sharded_after_exception():
-            return super().training_step(*args, **kwargs)
+        with self._sharded_after_exception(), self._backward_as(IN_STEP):
+            output = super().training_step(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            self.sharded.reshard()
+        return output
 
     # Each rank's batches move its buffers; all must evaluate the model that is saved.
 
@@ -430,31 +458,19 @@ class ZeroStrategy(DDPStrategy):
         )
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        explain(exception)
+
+    @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._await_ranks_after_exception()
+        join_after_exception(self._control)
         return super().broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._await_ranks_after_exception()
+        join_after_exception(self._control)
         super().barrier(*args, **kwargs)
-
-    def _await_ranks_after_exception(self) -> None:
-        """Join the other ranks before a collective of code that handles an exception.
-
-        Callbacks save on an exception, which takes all ranks; one that failed alone must not wait
-        for them until the time limit of the run.
-
-        Raises: RuntimeError: the other ranks have not failed with this one.
-        """
-        if sys.exc_info()[0] is None or self._control is None:
-            return
-        if not all_join(self._control, within_s=_JOIN_S):
-            raise RuntimeError(
-                f"nothing is saved after the exception: the other ranks did not join within "
-                f"{_JOIN_S:.0f} s, so they did not fail with this one. Resume from the last "
-                "checkpoint."
-            )
 
     # Checkpoints.
 

@@ -1,10 +1,12 @@
 """One file from a checkpoint directory, for programs that know nothing of sharding."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def load_state_dict(path: str | Path) -> dict[str, Tensor]:
     Args:
         path: directory written by `Trainer.save_checkpoint` or `ModelCheckpoint`.
     Returns: qualified name -> whole tensor on CPU, ready for `module.load_state_dict`.
-    Raises: ValueError: the directory is no complete checkpoint.
+    Raises: ValueError: the path is no complete checkpoint directory, or is damaged.
     Cost: no collective; host memory of the whole weights.
 
     Example:
@@ -34,21 +36,49 @@ def export(path: str | Path, out: str | Path) -> None:
     Args:
         path: the checkpoint directory.
         out: `*.ckpt` for a Lightning checkpoint that any Trainer resumes from, or
-            `*.safetensors` for the weights alone.
-    Raises: ValueError: another ending, or no complete checkpoint.
+            `*.safetensors` for the weights alone. Its folder is made if absent; an existing file
+            is replaced once the new one is complete.
+    Raises: ValueError: another ending, no complete checkpoint, or `out` cannot be written.
     Cost: no collective; host memory of everything that is written.
     """
     path, out = Path(path), Path(out)
-    if out.suffix == ".safetensors":
-        weights = {n: t for n, t in load_state_dict(path).items() if isinstance(t, Tensor)}
-        save_file(weights, out)
-    elif out.suffix == ".ckpt":
-        torch.save(_lightning_checkpoint(path), out)
-    else:
+    if out.suffix not in (".ckpt", ".safetensors"):
         raise ValueError(
             f"out = '{out}': must end in .ckpt (Lightning, resumable) or .safetensors (weights). "
             f"Use {out.with_suffix('.ckpt')}."
         )
+    if out.is_dir() or any(map(storage.is_checkpoint, out.absolute().parents)):
+        raise ValueError(
+            f"out = '{out}': must be a file outside any checkpoint, but is a directory or lies in "
+            f"one. Use {path.with_name(f'{path.stem}-exported{out.suffix}')}."
+        )
+    if out.suffix == ".safetensors":
+        weights = {n: t for n, t in load_state_dict(path).items() if isinstance(t, Tensor)}
+        _write(out, lambda file: save_file(weights, file))
+    else:
+        checkpoint = _lightning_checkpoint(path)
+        _write(out, lambda file: torch.save(checkpoint, file))
+
+
+def _write(out: Path, write: Callable[[Path], None]) -> None:
+    """Write beside the target and rename, so that a full disk leaves no half file there."""
+    beside = out.with_name(f".{out.name}.inprogress")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        try:
+            mode = beside.stat().st_mode
+            write(beside)
+            # safetensors leaves a file for its owner alone, whatever the umask says.
+            beside.chmod(mode)
+            beside.replace(out)
+        finally:
+            beside.unlink(missing_ok=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"out = '{out}': cannot be written ({error}). Use a folder with room that you may "
+            "write to."
+        ) from error
 
 
 def read_all(path: Path, prefix: str) -> dict[str, Tensor]:

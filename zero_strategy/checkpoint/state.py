@@ -27,7 +27,7 @@ def model_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split a module's state dict into tensors and the rest (`get_extra_state`)."""
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for name, value in module.state_dict().items():
+    for name, value in module.state_dict(keep_vars=True).items():
         if is_extra_state(name):
             extra[name] = value
         else:

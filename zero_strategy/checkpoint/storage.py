@@ -8,9 +8,11 @@ A save writes beside its target and renames, so the target is never half written
 existing checkpoint of the same name stays whole until the new one is complete.
 """
 
+import difflib
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 META_FILE = "meta.pt"
@@ -81,7 +84,7 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 
 
 def _swap(beside: Path, path: Path) -> None:
-    old = _replaced(path)
+    old = set_aside(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -91,7 +94,8 @@ def _swap(beside: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _replaced(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
+    """Where the checkpoint that a save replaces lies until the new one has its name."""
     return path.with_name(f".{path.name}.replaced")
 
 
@@ -101,29 +105,77 @@ def recover(path: Path) -> None:
     A process killed between the two renames of a save leaves its target missing and the earlier
     checkpoint under another name. Does nothing otherwise.
     """
-    if not path.exists() and is_checkpoint(_replaced(path)):
-        _replaced(path).rename(path)
+    if not path.exists() and is_checkpoint(set_aside(path)):
+        set_aside(path).rename(path)
 
 
 def load_meta(path: Path) -> dict[str, Any]:
     """Read the metadata of a checkpoint directory. Runs no code from the file.
 
-    Raises: ValueError: the directory is no complete checkpoint.
+    Raises: ValueError: the path is no complete checkpoint, or is damaged.
     """
     if not dist.is_initialized():
         recover(path)
     if not is_checkpoint(path):
-        raise ValueError(
-            f"{path}: must be a checkpoint directory with {META_FILE}. The save did not complete, "
-            "or this is another program's directory. Choose an earlier checkpoint."
+        raise ValueError(_why_not_a_checkpoint(path))
+    with _damage_named(path):
+        meta = torch.load(path / META_FILE, map_location="cpu", weights_only=True)
+    if not isinstance(meta, dict):
+        raise ValueError(_why_not_a_checkpoint(path))
+    return meta
+
+
+def check_exists(path: Path) -> None:
+    """Refuse a path under which there is nothing.
+
+    Raises: ValueError: naming the nearest entry of its folder.
+    """
+    if path.exists():
+        return
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    advice = f"Use {path.parent / near[0]}." if near else "Check the path."
+    raise ValueError(f"{path}: does not exist, must be a checkpoint. {advice}")
+
+
+def _why_not_a_checkpoint(path: Path) -> str:
+    check_exists(path)
+    if path.is_file():
+        return (
+            f"{path}: is a file, must be a checkpoint directory. Give the directory, or read a "
+            'Lightning file by torch.load(path, weights_only=True)["state_dict"].'
         )
-    return torch.load(path / META_FILE, map_location="cpu", weights_only=True)
+    return (
+        f"{path}: must be a checkpoint directory with {META_FILE}. The save did not complete, "
+        "or this is another program's directory. Choose an earlier checkpoint."
+    )
+
+
+@contextmanager
+def _damage_named(path: Path) -> Generator[None, None, None]:
+    """Name the checkpoint in whatever error reading a spoilt file ends with."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(_damage(path, error)) from error
+
+
+def _damage(path: Path, cause: BaseException) -> str:
+    lines = str(cause).splitlines() or [""]
+    return (
+        f"{path}: cannot be read ({type(cause).__name__}: {lines[0]}), must be whole and as it was "
+        "written. Choose an earlier checkpoint."
+    )
 
 
 def stored(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Names, shapes and dtypes of the tensors in a checkpoint directory."""
-    metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
-    entries = metadata.state_dict_metadata
+    """Names, shapes and dtypes of the tensors in a checkpoint directory.
+
+    Raises: ValueError: the directory is damaged.
+    """
+    with _damage_named(path):
+        metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
+        entries = metadata.state_dict_metadata
     return {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
 
 
@@ -134,7 +186,7 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> N
         path: the directory.
         tensors: canonical name -> destination.
         alone: read in this process only, also inside a process group.
-    Raises: ValueError: a name is missing, or its shape or dtype differs.
+    Raises: ValueError: a name is missing, its shape or dtype differs, or a file is damaged.
     Cost: collective unless `alone`; each rank reads what its shards need.
     """
     there = stored(path)
@@ -152,9 +204,14 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> N
         raise ValueError("\n".join(problems))
     if not tensors:
         return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.distributed is disabled")
-        dcp.load(dict(tensors), checkpoint_id=path, no_dist=alone)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*torch.distributed is disabled")
+            dcp.load(dict(tensors), checkpoint_id=path, no_dist=alone)
+    except CheckpointException as error:
+        # Its own text lists a traceback per rank.
+        cause, _ = next(iter(error.failures.values()))
+        raise ValueError(_damage(path, cause)) from error
 
 
 def remove(path: Path) -> None:

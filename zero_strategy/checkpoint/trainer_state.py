@@ -6,6 +6,7 @@ dictionary holds stand-ins for tensors that are still on the disk, and the strat
 straight into its shards.
 """
 
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,11 @@ def read(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
         path: directory or file.
         weights_only: for files, as in `torch.load`; a directory never runs code from its
             metadata.
+    Raises: ValueError: there is nothing, or neither of the two; or it is damaged.
     """
-    if not path.is_dir():
-        with torch.serialization.safe_globals(list(OMEGACONF_CLASSES)):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    storage.check_exists(path)
+    if path.is_file():
+        return _read_file(path, weights_only)
     checkpoint = storage.load_meta(path)
     checkpoint["state_dict"] = Stored(path, "model.")
     if "optimizers" in checkpoint:
@@ -94,6 +96,20 @@ def read(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     checkpoint["sharded_state"] = {
         key: Stored(path, f"extra.{key}.") for key in checkpoint["sharded_state"]
     }
+    return checkpoint
+
+
+def _read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    checkpoint: Any = None
+    # Whatever else a file may be, torch.load would explain it as a question of trust.
+    if zipfile.is_zipfile(path):
+        with torch.serialization.safe_globals(list(OMEGACONF_CLASSES)):
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(
+            f"{path}: must be a checkpoint directory or a whole file that a Trainer saved. Choose "
+            "another; weights alone go into the module by load_state_dict, before the Trainer runs."
+        )
     return checkpoint
 
 

@@ -21,7 +21,7 @@ def build_token_file(
     """Encode files in the given order.
 
     Args:
-        out: the token file to write; it appears whole or not at all.
+        out: the token file to write; it appears whole or not at all. Its folder is made.
         inputs: `.jsonl` or `.ndjson` files with one document per line, or text files that are one
             document each.
         field: key of the text in each JSON object.
@@ -31,8 +31,8 @@ def build_token_file(
         The new file, mapped.
 
     Raises:
-        ValueError: `out` is an input or holds something else than tokens; an input is missing,
-            not UTF-8, or a line holds no such text; names the line.
+        ValueError: `out` is an input, a folder, below a file, or holds something else than tokens;
+            an input is missing, not UTF-8, or a line holds no such text; names the line.
     """
     paths = [Path(path) for path in inputs]
     _refuse_other_contents(Path(out), paths)
@@ -47,7 +47,13 @@ def _refuse_other_contents(out: Path, inputs: list[Path]) -> None:
     """Keep a forgotten output name from replacing a text."""
     if out.resolve() in {path.resolve() for path in inputs}:
         raise ValueError(f"out = '{out}': must not be an input. Name the token file first.")
+    if out.is_dir():
+        raise ValueError(
+            f"out = '{out}': must be a token file or not exist, but is a folder. Name a file in "
+            f"it, such as {out / 'tokens.tok'}."
+        )
     if not out.exists():
+        _refuse_folder(out)
         return
     try:
         TokenFile.open(out)
@@ -56,6 +62,16 @@ def _refuse_other_contents(out: Path, inputs: list[Path]) -> None:
             f"out = '{out}': must be a token file or not exist, but holds something else. Name the "
             "token file first, before the inputs."
         ) from error
+
+
+def _refuse_folder(out: Path) -> None:
+    """Find out before the inputs are read that there can be no folder for the file."""
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ValueError(
+            f"out = '{out}': must lie in a folder, but {folder} is a file. Name the token file "
+            "first, before the inputs."
+        )
 
 
 def documents(path: Path, field: str) -> Iterator[str]:
