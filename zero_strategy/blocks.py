@@ -117,7 +117,7 @@ def _is_repetition(container: nn.Module, total: int) -> bool:
     return num_parameters(container) >= max(_SMALLEST_SHARE * total, 1)
 
 
-def _owners(module: nn.Module, units: dict[str, nn.Module]) -> dict[int, set[str]]:
+def owners(module: nn.Module, units: dict[str, nn.Module]) -> dict[int, set[str]]:
     """id(parameter) -> innermost units that hold it; "" is the root."""
     owners: dict[int, set[str]] = defaultdict(set)
     for name, sub in module.named_modules(remove_duplicate=False):
@@ -133,7 +133,7 @@ def _without_tied(
     """Leave every block that shares a parameter with another unit to the root."""
     kept = dict(found)
     while True:
-        shared = {o for owners in _owners(module, kept).values() if len(owners) > 1 for o in owners}
+        shared = {o for own in owners(module, kept).values() if len(own) > 1 for o in own}
         shared &= set(kept)
         if not shared:
             return kept, tuple(n for n in found if n not in kept)

@@ -1,0 +1,143 @@
+"""Host memory of the engine: one slab per kind of data, known to CUDA where copies need it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from zero_strategy.kernels.adam import AdamState, join, split
+from zero_strategy.offload.layout import ChunkLayout, Layout
+
+REGISTER_BYTES = 1 << 30
+"""Bytes registered per call; calls for different ranges run at the same time."""
+
+
+def slab(length: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Return zeroed host memory, exactly as large as asked.
+
+    Args:
+        length: elements.
+        dtype: of the elements.
+        pinned: register it with CUDA. `pin_memory=True` would round up to a power of two.
+    """
+    memory = torch.zeros(length, dtype=dtype)
+    if pinned:
+        _register(memory)
+    return memory
+
+
+def _register(memory: Tensor) -> None:
+    cudart: Any = torch.cuda.cudart()
+    begin, num_bytes = memory.data_ptr(), memory.numel() * memory.element_size()
+    failures: list[int] = []
+
+    def register(offset: int) -> None:
+        length = min(REGISTER_BYTES, num_bytes - offset)
+        code = cudart.cudaHostRegister(begin + offset, length, 0)
+        if int(code):
+            failures.append(int(code))
+
+    threads = [
+        threading.Thread(target=register, args=(offset,))
+        for offset in range(0, num_bytes, REGISTER_BYTES)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise MemoryError(
+            f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error "
+            f"{failures[0]}): must fit into what the system lets a process lock. Lower "
+            "zero.offload.pin_budget_gib, or raise `ulimit -l`."
+        )
+
+
+@final
+class HostState:
+    """Weights and moments of all chunks in host memory, 12 bytes per parameter.
+
+    Args:
+        layout: the chunks.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._state = AdamState(
+            upper=slab(layout.length, torch.bfloat16, pinned=False),
+            lower=slab(layout.length, torch.int16, pinned=False),
+            m=slab(layout.length, torch.float32, pinned=False),
+            v=slab(layout.length, torch.float32, pinned=False),
+        )
+        self._places: dict[str, list[tuple[int, int, int]]] = {}
+        for chunk in layout.chunks:
+            for piece in chunk.pieces:
+                self._places.setdefault(piece.name, []).append(
+                    (chunk.begin + piece.offset, piece.start, piece.length)
+                )
+
+    def chunk(self, layout: ChunkLayout) -> AdamState:
+        """Return views of one chunk's state."""
+        return self._state.narrow(layout.begin, layout.length)
+
+    def write_master(self, name: str, master: Tensor) -> None:
+        """Take a parameter's weights, (n,), fp32, on the CPU."""
+        for begin, start, length in self._places.get(name, ()):
+            part = self._state.narrow(begin, length)
+            split(master.narrow(0, start, length), part.upper, part.lower)
+
+    def master(self, name: str) -> Tensor:
+        """Return a copy of a parameter's weights, (n,), fp32."""
+        return self._gather(name, lambda part: join(part.upper, part.lower))
+
+    def upper(self, name: str) -> Tensor:
+        """Return a copy of a parameter's weights as the accelerator has them, (n,), bf16."""
+        return self._gather(name, lambda part: part.upper)
+
+    def moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return copies of a parameter's moments, each (n,), fp32."""
+        return self._gather(name, lambda part: part.m), self._gather(name, lambda part: part.v)
+
+    def write_moments(self, name: str, m: Tensor, v: Tensor) -> None:
+        """Take a parameter's moments, each (n,), fp32, on the CPU."""
+        for begin, start, length in self._places.get(name, ()):
+            part = self._state.narrow(begin, length)
+            part.m.copy_(m.narrow(0, start, length))
+            part.v.copy_(v.narrow(0, start, length))
+
+    def _gather(self, name: str, read: Callable[[AdamState], Tensor]) -> Tensor:
+        places = self._places.get(name, ())
+        parts = [read(self._state.narrow(begin, length)) for begin, _, length in places]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+
+@final
+class SlotPool:
+    """Host buffers for one chunk each, handed out and taken back.
+
+    Args:
+        count: buffers.
+        length: elements of each.
+        dtype: of the elements.
+        pinned: as in `slab`.
+    """
+
+    def __init__(self, count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self._free = list(slab(count * length, dtype, pinned=pinned).view(count, length))
+
+    @property
+    def num_free(self) -> int:
+        """Buffers that can be taken."""
+        return len(self._free)
+
+    def take(self) -> Tensor:
+        """Return a free buffer, (length,)."""
+        return self._free.pop()
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)
