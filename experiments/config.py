@@ -213,9 +213,9 @@ def _value(
         return node[name]
     must, fix = _wanted(hint)
     preset = PRESETS.get(value, {}) if isinstance(value, str) and name == "strategy" else {}
-    if "offload" in preset:
-        must = f"{must}; the offload engine is not part of this release"
-        fix = f'Use "zero{preset["stage"]}", which shards the same state over the processes.'
+    if preset.get("offload") == "disk":
+        must = f"{must}; the disk tier is not part of this release"
+        fix = f'Use "zero{preset["stage"]}_offload", which keeps the same state in host memory.'
     elif near := _nearest(str(value), [str(option) for option in get_args(hint)]):
         fix = f'Use "{near}".'
     problems.append(refusal(f"{prefix}{name}", value, [must], fix))

@@ -11,7 +11,9 @@ from zero_strategy.data.tokens import ByteTokenizer, TokenFile
 from zero_strategy.experiments.models.gpt import GPTConfig
 from zero_strategy.experiments.rules import Rule, above_zero, at_least, broken
 
-StrategyName = Literal["auto", "ddp", "zero1", "zero2", "zero3"]
+StrategyName = Literal[
+    "auto", "ddp", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"
+]
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
 
@@ -159,6 +161,12 @@ class TrainerConfig:
                     "precision",
                     self.precision != "16-mixed" or self.accelerator != "cpu",
                     "32-true, bf16-mixed or bf16-true on the CPU",
+                    'Use "bf16-mixed".',
+                ),
+                Rule(
+                    "precision",
+                    self.precision == "bf16-mixed" or not self.strategy.endswith("_offload"),
+                    f'"bf16-mixed" with strategy "{self.strategy}"',
                     'Use "bf16-mixed".',
                 ),
                 Rule(

@@ -7,7 +7,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -24,6 +24,7 @@ from zero_strategy.experiments.rules import ConfigError
 from zero_strategy.experiments.schema import RunConfig, TrainerConfig
 from zero_strategy.experiments.tasks import TokenTask
 from zero_strategy.monitor import Monitor
+from zero_strategy.presets import PRESETS
 from zero_strategy.strategy import ZeroStrategy
 
 # What a shell reports of a program that SIGTERM ended: 128 + 15.
@@ -129,7 +130,7 @@ def make_strategy(config: TrainerConfig) -> Any:
     if not config.strategy.startswith("zero"):
         return config.strategy
     return ZeroStrategy(
-        stage=int(config.strategy.removeprefix("zero")),
+        **cast(Any, PRESETS[config.strategy]),
         compile="blocks" if config.compile == "blocks" else None,
         init=config.init,
     )

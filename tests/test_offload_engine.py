@@ -248,7 +248,7 @@ def test_every_mode_repeats_torch_bit_for_bit(mode, max_norm, num_micro, grad_dt
 def test_modes_may_change_and_the_run_be_flushed_at_any_step():
     run = Run(2.0, 1, torch.bfloat16)
     modes = itertools.cycle(["deferred", "late", "deferred", "staged", "staged", "late", "late"])
-    for step, mode in zip(range(NUM_STEPS), modes):
+    for step, mode in zip(range(NUM_STEPS), modes, strict=False):
         run.engine.mode = mode
         run.step()
         if step % 6 == 5:

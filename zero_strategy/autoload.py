@@ -107,8 +107,8 @@ def explain() -> dict[str, str]:
     def state(name: str) -> str:
         if name not in StrategyRegistry:
             return "missing: import zero_strategy before lightning, or update this package"
-        if "offload" in PRESETS[name]:
-            return "registered; the offload engine is not part of this release"
+        if PRESETS[name].get("offload") == "disk":
+            return "registered; the disk tier is not part of this release"
         return "registered"
 
     return {name: state(name) for name in PRESETS}

@@ -6,13 +6,16 @@ Each default has its one home here; everything below takes the values as require
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
 ZeroStage = Literal[1, 2, 3]
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 InitDevice = Literal["cpu", "meta"]
+Placement = Literal["auto", "host"]
+GradDtype = Literal["auto", "bf16", "fp32"]
+_PLACEMENTS = get_args(Placement)
 
 _PLANNED = {
     "pipeline": "pipeline stages",
@@ -39,6 +42,43 @@ def refusal(path: str, value: object, allowed: Iterable[object], fix: str = "") 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """Where optimizer state lies, and what works on it there."""
+
+    placement: Placement = "auto"
+    """"host" keeps all of it in host memory; "auto" does the same in this release."""
+    grad_dtype: GradDtype = "auto"
+    """Of gradients on their way to the host: "auto" takes bf16 where nothing is rounded by it (one
+    rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
+    threads: int | None = None
+    """Of a pass over the state; None takes one per core of this rank's share."""
+    chunk_elements: int = 4 << 20
+    """Parameters that are copied and stepped together, a multiple of 64."""
+
+    def problems(self) -> list[str]:
+        """Every rule this configuration breaks, one line each."""
+        found = []
+        if self.placement not in _PLACEMENTS:
+            found.append(refusal("zero.offload.placement", self.placement, _PLACEMENTS))
+        if self.grad_dtype not in get_args(GradDtype):
+            found.append(refusal("zero.offload.grad_dtype", self.grad_dtype, get_args(GradDtype)))
+        threads = self.threads
+        if threads is not None and (type(threads) is not int or threads < 1):
+            fix = "Use None for one per core."
+            found.append(refusal("zero.offload.threads", threads, ["None, or 1 and more"], fix))
+        chunk = self.chunk_elements
+        if type(chunk) is not int or chunk < 64 or chunk % 64:
+            fix = "Use 4194304."
+            found.append(refusal("zero.offload.chunk_elements", chunk, ["a multiple of 64"], fix))
+        return found
+
+
+def as_offload_config(offload: object) -> object:
+    """Return what a placement's name alone stands for; anything else as it is."""
+    return OffloadConfig(placement=cast(Placement, offload)) if offload in _PLACEMENTS else offload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """The strategy's settings."""
 
@@ -50,8 +90,8 @@ class ZeroConfig:
     """"blocks" compiles every unit with torch.compile before it is sharded."""
     init: InitDevice = "cpu"
     """Where `configure_model` builds: "cpu", or "meta" to peak at one unit per rank."""
-    offload: Literal["host", "disk"] | None = None
-    """Slower tier for optimizer state; not part of this release."""
+    offload: OffloadConfig | None = None
+    """Where optimizer state lies; None keeps it on the device."""
 
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""
@@ -64,12 +104,18 @@ class ZeroConfig:
             found.append(refusal("zero.compile", self.compile, ("blocks", None)))
         if self.init not in ("cpu", "meta"):
             found.append(refusal("zero.init", self.init, ("cpu", "meta")))
-        if self.offload is not None:
+        offload = cast(object, self.offload)
+        if isinstance(offload, OffloadConfig):
+            found += offload.problems()
+        elif offload == "disk":
             found.append(
-                f"zero.offload = {self.offload!r}: must be None, the offload engine is not part of "
-                f"this release. Use strategy='zero{self.zero_stage}', which shards the same state "
-                "over the GPUs."
+                "zero.offload = 'disk': must be None or an OffloadConfig, the disk tier is not "
+                f"part of this release. Use strategy='zero{self.zero_stage}_offload', which keeps "
+                "the same state in host memory."
             )
+        elif offload is not None:
+            must = ["None", *_PLACEMENTS, "an OffloadConfig"]
+            found.append(refusal("zero.offload", offload, must, "Use 'auto'."))
         return found
 
     def validate(self) -> None:

@@ -26,6 +26,7 @@ from typing_extensions import override
 from zero_strategy.config import PrecisionName, refusal
 from zero_strategy.control import FiniteWatch, NonFiniteGradientError
 from zero_strategy.gradient import clip_by_norm_, clip_by_value_, first_non_finite, global_norm
+from zero_strategy.offloading import Offloading
 from zero_strategy.scaler import LossScaler
 
 _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -50,6 +51,8 @@ class ZeroPrecision(Precision):
         self.finite_watch = FiniteWatch()
         self._norms_seen = 0
         self._module: nn.Module | None = None
+        self.offloading: Offloading | None = None
+        """Steps on the host; takes over the norm and the clipping."""
         self.scaler = LossScaler() if precision == "16-mixed" else None
         self._compute_dtype = _COMPUTE.get(precision)
         self._stored_dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -65,6 +68,8 @@ class ZeroPrecision(Precision):
     def grad_norm(self) -> Tensor | None:
         """Global norm of the last step's gradients; computed anew between backward and clipping."""
         if self._unclipped is not None:
+            if self.offloading:
+                return self.offloading.norm()
             return global_norm(self.main_params(self._unclipped))
         return self._grad_norm
 
@@ -182,6 +187,9 @@ class ZeroPrecision(Precision):
         Lightning calls this before every optimizer step of automatic optimization, with
         `clip_val=0` when clipping is off.
         """
+        if self.offloading:
+            self._clip_offloaded(self.offloading, clip_val, gradient_clip_algorithm)
+            return
         parameters = list(self.main_params(optimizer))
         self._unclipped = None
         self._grad_norm = norm = global_norm(parameters)
@@ -195,6 +203,25 @@ class ZeroPrecision(Precision):
             clip_by_value_(parameters, clip_val)
         else:
             clip_by_norm_(parameters, clip_val, norm)
+
+    def _clip_offloaded(
+        self, offloading: Offloading, clip_val: float, algorithm: GradClipAlgorithmType
+    ) -> None:
+        if algorithm == GradClipAlgorithmType.VALUE and clip_val > 0:
+            raise ValueError(
+                "trainer.gradient_clip_algorithm = 'value': must be 'norm' under offload, where "
+                "gradients have left the device. Use 'norm', or train without offload."
+            )
+        self._unclipped = None
+        self._norms_seen += 1
+        finite = offloading.clip(float(clip_val))
+        self._grad_norm = offloading.grad_norm
+        if not finite:
+            raise NonFiniteGradientError(
+                f"gradient norm = {float(self._grad_norm or 0.0)} at optimizer step "
+                f"{self._norms_seen}: must be finite. No weight was changed by this step. Lower "
+                "the learning rate, or check the batch."
+            )
 
     def _judge(self, norm: Tensor, optimizer: Optimizer) -> None:
         self._norms_seen += 1

@@ -8,9 +8,9 @@ PRESETS: dict[str, dict[str, int | str]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    "zero1_offload": {"stage": 1, "offload": "host"},
-    "zero2_offload": {"stage": 2, "offload": "host"},
-    "zero3_offload": {"stage": 3, "offload": "host"},
+    "zero1_offload": {"stage": 1, "offload": "auto"},
+    "zero2_offload": {"stage": 2, "offload": "auto"},
+    "zero3_offload": {"stage": 3, "offload": "auto"},
     "zero3_nvme": {"stage": 3, "offload": "disk"},
 }
 """Name -> keyword arguments of `ZeroStrategy`."""

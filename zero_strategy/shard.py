@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from zero_strategy.blocks import Units, num_parameters
 from zero_strategy.config import ZeroStage
 from zero_strategy.gradient import local
+from zero_strategy.offloading import Offloading
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.stalls import StallClock
 
@@ -76,6 +77,8 @@ class Sharded:
     num_trainable: int
     stalls: StallClock | None
     """Measures exposed communication; None where there is none to wait for."""
+    offloading: Offloading | None
+    """Optimizer state in host memory; None where it lies beside the parameters."""
 
     @property
     def modules(self) -> list[FSDPModule]:
@@ -108,6 +111,8 @@ class Sharded:
         root.set_reshard_after_forward(True, recurse=False)
         self.reshard()
         root.set_reshard_after_forward(False, recurse=False)
+        if self.offloading:
+            self.offloading.abandon()
 
     def use_backward(self, policy: BackwardPolicy) -> None:
         """Set what the next backward does."""
@@ -116,6 +121,8 @@ class Sharded:
         for module in self.modules:
             module.set_requires_gradient_sync(policy.reduces, recurse=False)
             module.set_reshard_after_backward(policy.lets_go, recurse=False)
+        if self.offloading:
+            self.offloading.last = policy.last
 
     def use_stage(self, zero_stage: ZeroStage) -> None:
         """Set for a run what stays gathered between forward and backward."""
@@ -132,6 +139,7 @@ def shard_module(
     device: torch.device,
     policy: MixedPrecisionPolicy,
     compile_blocks: bool,
+    offloading: Offloading | None,
 ) -> Sharded:
     """Shard a module in place.
 
@@ -142,6 +150,7 @@ def shard_module(
         device: this rank's device.
         policy: dtypes of compute and reduction.
         compile_blocks: call `.compile()` on each unit first.
+        offloading: takes the weights of each unit before it is sharded.
     Cost: collective; one broadcast of the module's bytes, unit by unit.
     """
     num_params = num_parameters(module)
@@ -155,8 +164,12 @@ def shard_module(
         build.materialize(sub)
         for unit in finished:
             build.prepare(unit)
+            if offloading:
+                offloading.take(unit)
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     build.prepare(module)
+    if offloading:
+        offloading.take(module)
     root = ZeroRoot(module)
     # Inputs of a whole step may be targets or indices kept as floats: the root must not cast them.
     root_policy = dataclasses.replace(policy, cast_forward_inputs=False)
@@ -167,10 +180,13 @@ def shard_module(
         # the user's first call is to a block.
         nn.Module.__call__(root, _WARM_UP)
     root.reshard()
+    if offloading:
+        offloading.start(root, units.modules)
     gathered = [m for m in (*units.modules.values(), root) if isinstance(m, FSDPModule)]
     on_cpu = device.type == "cpu"
     return Sharded(
         stalls=StallClock(gathered, on_cpu=on_cpu) if mesh.size() > 1 else None,
+        offloading=offloading,
         root=root,
         units=units.modules,
         mesh=mesh,
@@ -316,9 +332,10 @@ def memory_plan(
     # Stage 3 holds a unit in use and the next one on its way; below, every unit stays.
     held = sum(sorted(unit_bytes)[-2:]) if zero_stage == 3 else sum(unit_bytes)
     trainable = local_bytes(sharded.root, trainable_only=True)
+    offloading = sharded.offloading
     grads = trainable if zero_stage > 1 else trainable * world
     return MemoryPlan(
-        strategy=f"zero{zero_stage}",
+        strategy=f"zero{zero_stage}_offload" if offloading else f"zero{zero_stage}",
         precision=precision,
         world_size=world,
         num_units=len(sharded.units),
@@ -327,6 +344,7 @@ def memory_plan(
         num_trainable=sharded.num_trainable,
         params_bytes=local_bytes(sharded.root),
         grads_bytes=grads,
-        optimizer_bytes=trainable * optimizer_slots,
+        optimizer_bytes=0 if offloading else trainable * optimizer_slots,
+        host_bytes=offloading.host_bytes if offloading else 0,
         unsharded_bytes=root_bytes + held,
     )

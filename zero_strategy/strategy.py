@@ -4,14 +4,12 @@ One parameter's way: `presets` names the stage, `setup` below finds the units (`
 them (`shard`) and plans their bytes (`planning/estimate`); gradients meet in `gradient`.
 """
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -22,7 +20,6 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,24 +27,29 @@ from typing_extensions import override
 from zero_strategy import checks, seams
 from zero_strategy.blocks import find_units
 from zero_strategy.checkpoint import state, storage, trainer_state
-from zero_strategy.config import InitDevice, PrecisionName, ZeroConfig, refusal, unknown_options
-from zero_strategy.control import (
-    ControlPoll,
-    Event,
-    NonFiniteGradientError,
-    control_group,
-    join_after_exception,
+from zero_strategy.config import (
+    InitDevice,
+    OffloadConfig,
+    Placement,
+    PrecisionName,
+    ZeroConfig,
+    as_offload_config,
+    refusal,
+    unknown_options,
 )
+from zero_strategy.control import control_group, join_after_exception
 from zero_strategy.evaluation import Turns
+from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
 from zero_strategy.mesh import build_mesh, same_mesh
+from zero_strategy.offloading import Offloading, accumulates, check_offload
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
 from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module
 from zero_strategy.state_dicts import adapt_state_dicts
 
 _SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
-_OPTIONS = ("stage", "blocks", "compile", "init", "timeout", "process_group_backend")
+_OPTIONS = ("stage", "blocks", "compile", "init", "offload", "timeout", "process_group_backend")
 
 
 class ZeroStrategy(DDPStrategy):
@@ -62,6 +64,8 @@ class ZeroStrategy(DDPStrategy):
         blocks: module classes to shard as units; None finds the repeated blocks.
         compile: "blocks" compiles each unit with torch.compile.
         init: "meta" builds in `configure_model` without memory, unit by unit on the device.
+        offload: where optimizer state lies: "auto" or "host" or an `OffloadConfig`; None keeps it
+            on the device.
         timeout: how long a collective may wait for other ranks.
         process_group_backend: "nccl" or "gloo"; None chooses by device.
     Raises: ValueError: lists every unknown or wrong option.
@@ -78,7 +82,7 @@ class ZeroStrategy(DDPStrategy):
         blocks: Sequence[type[nn.Module]] | None = None,
         compile: Literal["blocks"] | None = None,
         init: InitDevice = "cpu",
-        offload: Any = None,
+        offload: OffloadConfig | Placement | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -94,7 +98,7 @@ class ZeroStrategy(DDPStrategy):
             blocks=tuple(blocks) if isinstance(blocks, list) else cast(Any, blocks),
             compile=compile,
             init=init,
-            offload=offload,
+            offload=cast(Any, as_offload_config(offload)),
         )
         problems = [*self.config.problems(), *unknown_options(unknown, _OPTIONS)]
         if start_method != "popen":
@@ -124,7 +128,7 @@ class ZeroStrategy(DDPStrategy):
         self._plan: MemoryPlan | None = None
         self._sharded: Sharded | None = None
         self._turns: Turns | None = None
-        self._poll: ControlPoll | None = None
+        self._events: RunEvents | None = None
         self._control: dist.ProcessGroup | None = None
 
     # What the run is told about itself.
@@ -140,6 +144,12 @@ class ZeroStrategy(DDPStrategy):
         """The module's units."""
         assert self._sharded is not None, "the module is sharded when the strategy sets up"
         return self._sharded
+
+    @property
+    def events(self) -> RunEvents:
+        """What one rank sees and all act on."""
+        assert self._events is not None, "signals are registered at set-up"
+        return self._events
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -218,6 +228,7 @@ class ZeroStrategy(DDPStrategy):
 
         self._sharded = self._previous(module) or self._shard(module)
         self._sharded.use_stage(self.config.zero_stage)
+        self.zero_precision.offloading = self._sharded.offloading
         self._plan = memory_plan(
             self._sharded, self.config.zero_stage, str(self.precision_plugin.precision)
         )
@@ -228,19 +239,30 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            self._watch(trainer)
-        elif self._control is not None:
-            seams.without_stop_broadcast(trainer, self._stop_evaluation)
+        finite = self.zero_precision.finite_watch
+        self._events = RunEvents(trainer, self._control, finite, fitting=fitting)
         self.setup_precision_plugin()
         seams.log_whole_tensors(module)
 
     def _shard(self, module: pl.LightningModule) -> Sharded:
         manual = not module.automatic_optimization
         checks.check_module(module, manual_optimization=manual)
+        if self.config.offload is not None:
+            check_offload(manual_optimization=manual, precision=self.zero_precision.precision)
         checks.check_same_module(module, self._control)
         self.precision_plugin.convert_module(module)
         units = find_units(module, self.config.blocks, every_child=manual)
         checks.check_units(module, units)
+        offloading = None
+        if self.config.offload is not None:
+            offloading = Offloading(
+                module,
+                units,
+                self.mesh,
+                device=self.root_device,
+                config=self.config.offload,
+                sums=self.world_size > 1 or accumulates(module.trainer),
+            )
         sharded = shard_module(
             module,
             units,
@@ -248,6 +270,7 @@ class ZeroStrategy(DDPStrategy):
             device=self.root_device,
             policy=self.zero_precision.policy,
             compile_blocks=self.config.compile == "blocks",
+            offloading=offloading,
         )
         self.checks = {
             "dtype": "ok",
@@ -279,6 +302,8 @@ class ZeroStrategy(DDPStrategy):
         checks.check_same_optimizers(self._module, self.optimizers, self._control)
         checks.check_optimizers(self._module, self.optimizers)
         checks.check_trainable_sharded(self._module, self.world_size)
+        if self.sharded.offloading:
+            self.sharded.offloading.adopt([_unwrap(o) for o in self.optimizers])
         if not self._module.automatic_optimization:
             # The next forward of the same step must see the new weights.
             for optimizer in self.optimizers:
@@ -411,51 +436,13 @@ class ZeroStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().predict_step, *args, **kwargs)
 
-    # Events that one rank sees and all must act on.
-
-    def _watch(self, trainer: pl.Trainer) -> None:
-        self._poll = ControlPoll(
-            self._control,
-            {
-                Event.STOP_REQUESTED: lambda: _stop(trainer),
-                Event.NON_FINITE: self._raise_non_finite,
-            },
-        )
-        if self._control is None:
-            return
-        seams.without_stop_broadcast(trainer, self._on_sigterm)
-
-    def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
-        assert self._poll is not None, "signals are registered after set-up"
-        if self.launcher is not None:
-            cast(Any, self.launcher).kill(signal.Signals(signum))
-        self._poll.report(Event.STOP_REQUESTED)
-
-    def _stop_evaluation(self, signum: int, _: FrameType | None) -> None:
-        if self.launcher is not None:
-            cast(Any, self.launcher).kill(signal.Signals(signum))
-        seams.request_stop(self._module.trainer)
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self._poll is not None, "training runs after set-up"
-        if self.zero_precision.finite_watch.any_bad():
-            self._poll.report(Event.NON_FINITE)
-        self._poll.poll()
+        self.events.between_batches()
 
     @override
     def on_train_end(self) -> None:
-        if self.zero_precision.finite_watch.any_bad(wait=True):
-            self._raise_non_finite()
-        if self._poll is not None:
-            self._poll.finish()
-
-    def _raise_non_finite(self) -> None:
-        raise NonFiniteGradientError(
-            f"the gradient norm of optimizer step {self.zero_precision.finite_watch.bad_step} was "
-            "not finite: must be finite. The weights of the last steps are spoilt; resume from the "
-            "last checkpoint with a lower learning rate, or without that batch."
-        )
+        self.events.at_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -489,12 +476,17 @@ class ZeroStrategy(DDPStrategy):
         if sys.exc_info()[0] is None:
             self.sharded.sync_buffers()
         tensors, extra = state.model_state(self._module)
+        if self.sharded.offloading:
+            tensors |= self.sharded.offloading.masters()
         return {**tensors, **extra}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, as this rank's DTensors."""
-        return state.optimizer_state(_unwrap(optimizer), self._names())
+        described = state.optimizer_state(_unwrap(optimizer), self._names())
+        if self.sharded.offloading:
+            described["state"] = self.sharded.offloading.optimizer_state(_unwrap(optimizer))
+        return described
 
     @override
     def save_checkpoint(
@@ -511,8 +503,7 @@ class ZeroStrategy(DDPStrategy):
             raise ValueError(
                 "storage_options: must be left out, the strategy writes a directory. Remove it."
             )
-        if self.zero_precision.finite_watch.any_bad(wait=True):
-            self._raise_non_finite()
+        self.events.refuse_spoilt()
         began_s = time.perf_counter()
         path = Path(self.broadcast(str(filepath)))
         trainer_state.write(path, checkpoint)
@@ -535,12 +526,19 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.sharded.reshard()
-        trainer_state.load_module(checkpoint, self._module, strict=strict)
+        offloading = self.sharded.offloading
+        masters = offloading.masters() if offloading else {}
+        trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
+        if offloading:
+            offloading.write_masters(masters)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         optimizers = [_unwrap(o) for o in self.optimizers]
         trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names())
+        if self.sharded.offloading:
+            for optimizer in optimizers:
+                self.sharded.offloading.write_optimizer_state(optimizer)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -566,8 +564,3 @@ def _unwrap(optimizer: Any) -> Optimizer:
     """The optimizer inside Lightning's wrapper."""
     inner = vars(optimizer).get("_optimizer")
     return optimizer if inner is None else inner
-
-
-def _stop(trainer: pl.Trainer) -> None:
-    seams.request_stop(trainer)
-    raise SIGTERMException

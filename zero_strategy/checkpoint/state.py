@@ -61,17 +61,21 @@ def _nearest(name: str, candidates: list[str]) -> str:
     return f" (nearest there: {near[0]})" if near else ""
 
 
-def load_model(path: Path, module: nn.Module, *, strict: bool) -> None:
-    """Fill a sharded module from a checkpoint directory. Collective."""
-    here, _ = model_state(module)
+def load_model(
+    path: Path, module: nn.Module, *, strict: bool, masters: Mapping[str, Tensor]
+) -> None:
+    """Fill a sharded module, or the masters of its weights, from a directory. Collective."""
+    here = {**model_state(module)[0], **masters}
     there = {n.removeprefix("model.") for n in storage.stored(path) if n.startswith("model.")}
     names = check_names(there, here, strict=strict)
     storage.load(path, {f"model.{n}": here[n] for n in sorted(names)})
 
 
-def load_model_from_full(full: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-    """Fill a sharded module from whole tensors that every rank can read. No collective."""
-    here, _ = model_state(module)
+def load_model_from_full(
+    full: Mapping[str, Any], module: nn.Module, *, strict: bool, masters: Mapping[str, Tensor]
+) -> None:
+    """Fill the same from whole tensors that every rank can read. No collective."""
+    here = {**model_state(module)[0], **masters}
     tensors = {n: v for n, v in full.items() if not is_extra_state(n)}
     for name in sorted(check_names(tensors, here, strict=strict)):
         copy_whole(here[name], tensors[name], f"model.{name}")

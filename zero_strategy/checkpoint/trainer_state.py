@@ -113,14 +113,27 @@ def _read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return checkpoint
 
 
-def load_module(checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-    """Fill a sharded module. Collective."""
+def load_module(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    strict: bool,
+    masters: Mapping[str, Tensor],
+) -> None:
+    """Fill a sharded module. Collective.
+
+    Args:
+        checkpoint: what `read` gave.
+        module: the sharded module.
+        strict: whether its names must be those of the checkpoint.
+        masters: by name, the weights to fill in place of the module's own.
+    """
     weights = checkpoint["state_dict"]
     if isinstance(weights, Stored):
-        state.load_model(weights.path, module, strict=strict)
+        state.load_model(weights.path, module, strict=strict, masters=masters)
         extra = checkpoint["model_extra_state"]
     else:
-        state.load_model_from_full(weights, module, strict=strict)
+        state.load_model_from_full(weights, module, strict=strict, masters=masters)
         extra = {n: v for n, v in weights.items() if state.is_extra_state(n)}
     for name, value in extra.items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

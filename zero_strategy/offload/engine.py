@@ -195,22 +195,25 @@ class OffloadEngine:
 
         Cost: no host sync; waits for the lane when all spare slots are taken.
         """
-        if not last or name in self._sums:
-            earlier = self._sums.get(name)
-            self._sums[name] = grad.float() if earlier is None else earlier.add_(grad)
-        if not last:
-            return
         if self._current is None:
             self._current = _Step(hyper())
         if self._current.hyper[name] is None:
             return
+        if not last or name in self._sums:
+            earlier = self._sums.get(name)
+            self._sums[name] = grad.float() if earlier is None else earlier.add_(grad)
+        if last:
+            self._deliver(self._current, name, self._sums.pop(name, grad))
+
+    def _deliver(self, step: _Step, name: str, grad: Tensor) -> None:
+        """Send a parameter's whole gradient of a step on its way."""
         assert name not in self._received, f"{name}: two gradients in one micro-batch"
         self._received.add(name)
         # Rounded on the device, so that the norm is of what is applied.
-        grad = self._sums.pop(name, grad).to(self._grad_dtype)
+        grad = grad.to(self._grad_dtype)
         self._squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square())
         for chunk in self._of_parameter[name]:
-            self._fill(chunk, self._current, name, grad)
+            self._fill(chunk, step, name, grad)
 
     def _fill(self, chunk: _Chunk, step: _Step, name: str, grad: Tensor) -> None:
         if chunk.filling is None:
@@ -255,8 +258,21 @@ class OffloadEngine:
 
     # The step.
 
+    def _complete(self) -> None:
+        """After the last backward: parameters without a part in it have their gradient now."""
+        if self._current is not None:
+            for name in tuple(self._sums):
+                self._deliver(self._current, name, self._sums.pop(name))
+        for chunk in self._chunks:
+            if chunk.filling is not None:
+                self._arrive(chunk)
+
     def square(self) -> Tensor:
-        """Return this rank's sum of squares of the step's gradients, 0-dim, fp64. No host sync."""
+        """Return this rank's sum of squares of the step's gradients, 0-dim, fp64.
+
+        Call after the last backward. No host sync.
+        """
+        self._complete()
         if not self._squares:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack(self._squares).sum()
@@ -270,9 +286,9 @@ class OffloadEngine:
             hyper: as it is now; where it differs from what was previewed, that is repeated.
         """
         self._raise_failure()
-        for chunk in self._chunks:
-            if chunk.filling is not None:  # the others of its parameters were not used
-                self._arrive(chunk)
+        if scale is None:
+            self._sums.clear()
+        self._complete()
         step, self._current = self._current, None
         received, self._received = self._received, set()
         self._squares = []
@@ -322,7 +338,7 @@ class OffloadEngine:
         Raises:
             RuntimeError: gradients have arrived whose step was not decided.
         """
-        if self._current is not None:
+        if self._received:
             raise RuntimeError(
                 "offload: flushed between the last backward and the optimizer step: must come "
                 "after the step, whose gradients would be lost."
@@ -351,6 +367,12 @@ class OffloadEngine:
             chunk.wired = self._lane.run(chunk.state, None, None, targets)
         for chunk in self._chunks:
             chunk.wired.wait()
+
+    def reset(self) -> None:
+        """Begin anew with the weights as they are: no moments, no steps taken."""
+        self.flush()
+        self.state.clear_moments()
+        self.steps = dict.fromkeys(self.layout.sizes, 0)
 
     def close(self) -> None:
         """Commit every step and end the worker."""

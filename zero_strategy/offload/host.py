@@ -109,6 +109,11 @@ class HostState:
             part.m.copy_(m.narrow(0, start, length))
             part.v.copy_(v.narrow(0, start, length))
 
+    def clear_moments(self) -> None:
+        """Set all moments to zero."""
+        self._state.m.zero_()
+        self._state.v.zero_()
+
     def _gather(self, name: str, read: Callable[[AdamState], Tensor]) -> Tensor:
         places = self._places.get(name, ())
         parts = [read(self._state.narrow(begin, length)) for begin, _, length in places]

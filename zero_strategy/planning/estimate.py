@@ -28,6 +28,8 @@ class MemoryPlan:
     """Name a user would type, for example `zero3`."""
     precision: str
     """Lightning's name of it, for example `bf16-mixed`."""
+    host_bytes: int = 0
+    """Offloaded optimizer state, and gradients that wait there."""
 
     @property
     def total_bytes(self) -> int:

@@ -100,7 +100,8 @@ def plan_line(plan: MemoryPlan) -> str:
     }
     held = " + ".join(f"{name} {text.gib(size)}" for name, size in parts.items())
     units = f"{plan.num_units} units of {plan.unit_class}"
-    return f"{text.gib(plan.total_bytes)} per rank = {held} · activations on top · {units}"
+    host = f" · {text.gib(plan.host_bytes)} in host memory" if plan.host_bytes else ""
+    return f"{text.gib(plan.total_bytes)} per rank = {held} · activations on top{host} · {units}"
 
 
 def checks_line(checks: dict[str, str]) -> str:

@@ -1,0 +1,317 @@
+"""`zero*_offload` beside sharded fp32 masters on the device, bit for bit, and what it refuses."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from tests import lit
+from tests.ranks import ranks
+from zero_strategy import OffloadConfig, ZeroStrategy
+from zero_strategy.control import NonFiniteGradientError
+from zero_strategy.gradient import local
+
+STEPS = 8
+STAGES = (1, 2, 3)
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """fp32 masters of its own; parameters hold what they round to, half away from zero.
+
+    Torch steps its scalar tail in another order, so masters are padded to whole vectors.
+    """
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.leaves = {
+            p: nn.Parameter(_padded(local(p.detach())))
+            for g in self.param_groups
+            for p in g["params"]
+        }
+        leaf_groups = [
+            {**g, "params": [self.leaves[p] for p in g["params"]], "fused": True}
+            for g in self.param_groups
+        ]
+        self.inner = torch.optim.AdamW(leaf_groups)
+        self._write()
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for parameter, leaf in self.leaves.items():
+            bits = leaf.view(torch.int32)
+            rounded = (((bits + 0x8000) >> 16) << 16).view(torch.float32)
+            own = local(parameter)
+            own.copy_(rounded[: own.numel()].view_as(own))
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["lr"] = group["lr"]
+        for parameter, leaf in self.leaves.items():
+            leaf.grad = None if parameter.grad is None else _padded(local(parameter.grad))
+        self.inner.step()
+        self._write()
+        return loss
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    return nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % 64))
+
+
+class Lit(lit.Lit):
+    """With a frozen matrix, a tied one, and one that is used every other time."""
+
+    optimizer_class = torch.optim.AdamW
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(13, 13)
+        self.gpt.layers[1].feed_forward.gate_up.weight.requires_grad_(False)
+        self.calls = 0
+
+    def loss(self, row_BT: Tensor) -> Tensor:
+        self.calls += 1
+        loss = super().loss(row_BT)
+        if self.calls % 2:
+            loss = loss + self.sometimes(row_BT[:, 1:].float()).square().mean() * 1e-4
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.05},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = self.optimizer_class(groups, lr=self.lr, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / 3))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class MasterLit(Lit):
+    optimizer_class = MasterAdamW
+
+
+def _options(stage: int, accumulate: int, clip: float | None) -> dict[str, Any]:
+    return {
+        "max_steps": STEPS,
+        "accumulate_grad_batches": accumulate,
+        "gradient_clip_val": clip,
+        "precision": "bf16-mixed",
+    }
+
+
+def _on_device(stage: int, accumulate: int, clip: float | None) -> tuple[list[float], dict]:
+    module = MasterLit()
+    run = lit.trainer(f"zero{stage}", **_options(stage, accumulate, clip))
+    run.fit(module, lit.loader())
+    names = {id(p): n for n, p in module.named_parameters()}
+    optimizer: Any = run.optimizers[0]
+    masters = {
+        names[id(p)]: leaf.detach()[: local(p).numel()].view_as(local(p))
+        for p, leaf in optimizer.leaves.items()
+    }
+    return module.losses, masters
+
+
+def _offloaded(
+    stage: int, accumulate: int, clip: float | None, mode: str
+) -> tuple[list[float], dict, dict]:
+    module = Lit()
+    strategy = ZeroStrategy(stage=stage, offload=OffloadConfig(chunk_elements=512, threads=1))
+    run = lit.trainer(strategy, **_options(stage, accumulate, clip))
+    run.fit(module, lit.loader()) if mode == "deferred" else _fit_in(mode, run, module)
+    masters = {n: local(t) for n, t in strategy.sharded.offloading.masters().items()}
+    weights = {n: local(p.detach()) for n, p in module.named_parameters() if n in masters}
+    return module.losses, masters, weights
+
+
+def _fit_in(mode: str, run: Any, module: Lit) -> None:
+    class Switch(lit.pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.strategy.sharded.offloading.engine.mode = mode
+
+    run.callbacks.append(Switch())
+    run.fit(module, lit.loader())
+
+
+@cache
+def on_device(stage: int, accumulate: int, clip: float | None, world_size: int) -> list[Any]:
+    return ranks(world_size).run(_on_device, stage, accumulate, clip)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "late", "staged"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "clip"),
+    [(3, 1, 0.5), (3, 1, None), (3, 3, 0.5), (2, 3, 0.5), (1, 3, 0.5)],
+)
+def test_offloaded_run_equals_masters_on_the_device_bit_for_bit(
+    stage: int, accumulate: int, clip: float | None, world_size: int, mode: str
+) -> None:
+    expected = on_device(stage, accumulate, clip, world_size)
+    outcomes = ranks(world_size).run(_offloaded, stage, accumulate, clip, mode)
+    for (want_losses, want), (losses, masters, weights) in zip(expected, outcomes, strict=True):
+        assert losses == want_losses
+        assert masters.keys() == want.keys()
+        for name, master in want.items():
+            assert torch.equal(masters[name], master), name
+            rounded = (((master.view(torch.int32) + 0x8000) >> 16) << 16).view(torch.float32)
+            assert torch.equal(weights[name].float(), rounded), name
+
+
+# Checkpoints.
+
+
+def _save(name: str, path: str) -> dict[str, Tensor]:
+    module = Lit()
+    run = lit.trainer(name, **_options(3, 1, 0.5) | {"max_steps": 4})
+    run.fit(module, lit.loader())
+    run.save_checkpoint(path)
+    return _state(run, module)
+
+
+def _resume(name: str, path: str, max_steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    module = Lit()
+    module.calls = 4
+    run = lit.trainer(name, **_options(3, 1, 0.5) | {"max_steps": max_steps})
+    # Lightning replays an epoch it cannot seek in: give it the rest alone.
+    rest = Subset(lit.Tokens(), range(4 * lit.GLOBAL_BATCH, 300))
+    sampler = DistributedSampler(rest, shuffle=False)
+    batch_size = lit.GLOBAL_BATCH // dist.get_world_size()
+    run.fit(module, DataLoader(rest, batch_size=batch_size, sampler=sampler), ckpt_path=path)
+    return _state(run, module), module.losses
+
+
+def _state(run: Any, module: Lit) -> dict[str, Tensor]:
+    """fp32 weights and moments of this rank, as they would be saved."""
+    weights = run.strategy.lightning_module_state_dict()
+    saved = run.strategy.optimizer_state(run.optimizers[0])["state"]
+    slots = {f"{n}.{k}": v for n, s in saved.items() for k, v in s.items()}
+    return {n: local(t).detach().clone() for n, t in {**weights, **slots}.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [
+        ("zero3_offload", "zero3_offload"),
+        ("zero3_offload", "zero2"),
+        ("zero2", "zero1_offload"),
+    ],
+)
+def test_a_checkpoint_resumes_with_and_without_offload_with_the_same_state(
+    saved_by: str, resumed_by: str, world_size: int, tmp_path: Any
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    saved = ranks(world_size).run(_save, saved_by, path)
+    resumed = ranks(world_size).run(_resume, resumed_by, path, 4)
+    for (state, _), want in zip(resumed, saved, strict=True):
+        assert state.keys() == want.keys()
+        for name, value in want.items():
+            assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_offloaded_run_goes_on_bit_for_bit(world_size: int, tmp_path: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+    ranks(world_size).run(_save, "zero3_offload", path)
+    outcomes = ranks(world_size).run(_resume, "zero3_offload", path, STEPS)
+    expected = on_device(3, 1, 0.5, world_size)
+    for (state, losses), (want_losses, want) in zip(outcomes, expected, strict=True):
+        assert losses == want_losses[4:]
+        for name, master in want.items():
+            assert torch.equal(state[name], master), name
+
+
+# What goes wrong.
+
+
+class Spoilt(Lit):
+    def loss(self, row_BT: Tensor) -> Tensor:
+        loss = super().loss(row_BT)
+        return loss * float("inf") if self.calls == 4 else loss
+
+
+def _spoil() -> tuple[bool, str]:
+    module = Spoilt()
+    run = lit.trainer("zero3_offload", **_options(3, 1, 0.5))
+    kept: list[dict[str, Tensor]] = []
+
+    class Keep(lit.pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            kept.append(_state(trainer, module))
+
+    run.callbacks.append(Keep())
+    try:
+        run.fit(module, lit.loader())
+    except NonFiniteGradientError as error:
+        after = _state(run, module)
+        return all(torch.equal(after[n], v) for n, v in kept[-1].items()), str(error)
+    return False, "no error"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_non_finite_norm_stops_the_run_and_changes_nothing(world_size: int) -> None:
+    for unchanged, message in ranks(world_size).run(_spoil):
+        assert "must be finite. No weight was changed by this step" in message
+        assert unchanged
+
+
+def _refused(options: dict[str, Any], optimizer: Any) -> str:
+    module = Lit()
+    if optimizer:
+        module.configure_optimizers = lambda: optimizer(module.parameters())
+    try:
+        lit.trainer("zero3_offload", **_options(3, 1, None) | options).fit(module, lit.loader())
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def _amsgrad(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, amsgrad=True)
+
+
+def _sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "message"),
+    [
+        ({"precision": "32-true"}, None, "trainer.precision = '32-true': must be 'bf16-mixed'"),
+        ({"precision": "bf16-true"}, None, "trainer.precision = 'bf16-true'"),
+        ({}, _sgd, "optimizer = SGD: must be torch.optim.AdamW or torch.optim.Adam"),
+        ({}, _amsgrad, "optimizer.amsgrad = True: must be False under offload"),
+        (
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            None,
+            "trainer.gradient_clip_algorithm = 'value': must be 'norm'",
+        ),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_by_name(
+    options: dict[str, Any], optimizer: Any, message: str
+) -> None:
+    assert message in ranks(1).run(_refused, options, optimizer)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "gpu"}, "zero.offload = 'gpu': must be None or auto or host"),
+        ({"offload": OffloadConfig(placement="cpu")}, "zero.offload.placement = 'cpu'"),
+        ({"offload": OffloadConfig(chunk_elements=100)}, "zero.offload.chunk_elements = 100"),
+        ({"offload": OffloadConfig(threads=0)}, "zero.offload.threads = 0"),
+    ],
+)
+def test_a_wrong_offload_option_is_refused_with_its_path(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeroStrategy(**options)

@@ -1,0 +1,376 @@
+"""Joins the offload engine to a sharded module and to the user's optimizer, by public hooks alone.
+
+Before a unit is sharded its fp32 weights go to the host, and bf16 ones take their place. From then
+on gradients are taken at their hooks, so the user's optimizer finds none: its own step does
+nothing, and the engine steps by its groups behind it. Schedulers and loggers see the optimizer they
+know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from zero_strategy.blocks import Units, owners, parameter_names
+from zero_strategy.config import OffloadConfig
+from zero_strategy.gradient import local
+from zero_strategy.kernels.adam import AdamStep, split
+from zero_strategy.offload.engine import Hyper, OffloadEngine
+from zero_strategy.offload.host import HostState
+from zero_strategy.offload.lanes import CpuLane
+from zero_strategy.offload.layout import Layout
+from zero_strategy.offload.link import link_for
+
+ROOT = ""
+_DRIVEN = (torch.optim.AdamW, torch.optim.Adam)
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+
+
+@final
+class Offloading:
+    """The optimizer state of one module in host memory.
+
+    Args:
+        module: the user's module, built or on meta, not yet sharded.
+        units: what becomes a unit.
+        mesh: one axis, over which parameters are cut along their first dim.
+        device: this rank's.
+        config: what the user asked for.
+        sums: whether a step's gradient is a sum over ranks or micro-batches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Units,
+        mesh: DeviceMesh,
+        *,
+        device: torch.device,
+        config: OffloadConfig,
+        sums: bool,
+    ) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self.grad_norm: Tensor | None = None
+        self.last = True
+        """Whether the backward that runs is the last before the optimizer steps."""
+        # A single gradient of bf16 weights is bf16 already; a sum needs more.
+        exact = config.grad_dtype == "fp32" or (config.grad_dtype == "auto" and sums)
+        self._grad_dtype = torch.float32 if exact else torch.bfloat16
+        sizes = _unit_sizes(module, units, mesh)
+        self._layout = Layout.of(sizes, config.chunk_elements)
+        self._threads = config.threads
+        self._state = HostState(self._layout)
+        self._engine: OffloadEngine | None = None
+        self._optimizers: dict[str, tuple[Optimizer, dict[str, Any]]] = {}
+        self._scale: float | None = None
+        self._decided = False
+        self._reduced: Tensor | None = None
+        self._taken = 0
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """The engine, once the module is sharded."""
+        assert self._engine is not None, "started after sharding"
+        return self._engine
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of this rank's state and of gradients that wait to be committed."""
+        return self._layout.length * (12 + self._grad_dtype.itemsize)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are offloaded."""
+        return tuple(self._layout.sizes)
+
+    # Set-up.
+
+    @torch.no_grad()
+    def take(self, unit: nn.Module) -> None:
+        """Move a unit's fp32 weights to the host and leave bf16 ones; before it is sharded."""
+        names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
+        for parameter in unit.parameters():
+            name = names[id(parameter)]
+            if isinstance(parameter, DTensor) or name not in self._layout.sizes:
+                continue
+            master = parameter.detach().contiguous()
+            own = distribute_tensor(master, self._mesh, [Shard(0)], src_data_rank=None)
+            self._state.write_master(name, own.to_local().flatten().cpu())
+            upper = torch.empty_like(master, dtype=torch.bfloat16)
+            lower = torch.empty_like(master, dtype=torch.int16)
+            split(master.view(-1), upper.view(-1), lower.view(-1))
+            parameter.data = upper
+
+    def start(self, root: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        """Hang the engine into the sharded module.
+
+        Args:
+            root: the root unit's module.
+            units: qualified name -> the other units' modules.
+        """
+        link = link_for(self._device)
+        pinned = self._device.type == "cuda"
+        layout = self._layout
+        parameters = {n: p for n, p in parameter_names(self._module) if n in layout.sizes}
+        self._engine = OffloadEngine(
+            layout=layout,
+            state=self._state,
+            weights={n: local(p.detach()).view(-1) for n, p in parameters.items()},
+            lane=CpuLane(
+                link, layout.slot_length, num_wires=4, threads=self._threads, pinned=pinned
+            ),
+            link=link,
+            grad_dtype=self._grad_dtype,
+            spare_slots=max(2, len(layout.chunks) // 5),
+            pinned=pinned,
+        )
+        for name, parameter in parameters.items():
+            num_padded = _rows_per_rank(parameter.shape, self._mesh) * math.prod(
+                parameter.shape[1:]
+            )
+            parameter.register_post_accumulate_grad_hook(self._taker(name, num_padded))
+        for name, unit in {ROOT: root, **units}.items():
+            assert isinstance(unit, FSDPModule), "units are sharded before the engine starts"
+            unit.register_forward_pre_hook(self._fetcher(name), prepend=True)
+            unit.set_all_reduce_hook(self._tap)
+
+    def _fetcher(self, unit: str) -> Callable[..., None]:
+        return lambda *_: self.engine.fetch(unit)
+
+    def _tap(self, reduced: Tensor) -> None:
+        """Keep a unit's gradients as they were reduced: what follows rounds them to bf16.
+
+        Each parameter with a gradient has its shard there, padded, in the order in which their
+        hooks are called next.
+        """
+        self._reduced, self._taken = reduced, 0
+
+    def _taker(self, name: str, num_padded: int) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None, "hooks run where a gradient was accumulated"
+            assert self._reduced is not None, "FSDP2 reduced the unit's gradients first"
+            num_own = local(parameter.grad).numel()
+            parameter.grad = None
+            grad = self._reduced.narrow(0, self._taken, num_own)
+            self._taken += num_padded
+            self.engine.receive(name, grad, self._hyper, last=self.last)
+
+        return take
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step by these optimizers' groups from now on, with fresh moments.
+
+        Raises:
+            ValueError: an optimizer or a setting that the engine does not know.
+        """
+        problems = [p for optimizer in optimizers for p in _optimizer_problems(optimizer)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
+        self._optimizers = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._optimizers[names[id(parameter)]] = (optimizer, group)
+            optimizer.register_step_post_hook(lambda *_: self._step())
+        missing = [n for n in self._optimizers if n not in self._layout.sizes]
+        if missing:
+            raise ValueError(
+                f"{missing[0]} is stepped by the optimizer but was frozen when the strategy set "
+                "up: must require a gradient then to be offloaded. Freeze it later, in "
+                "on_fit_start, or train without offload."
+            )
+        self.engine.reset()
+
+    def _hyper(self) -> Hyper:
+        steps = self.engine.steps
+        return {
+            name: _adam_step(*self._optimizers[name], steps[name] + 1)
+            if name in self._optimizers
+            else None
+            for name in self._layout.sizes
+        }
+
+    # The step.
+
+    def norm(self) -> Tensor:
+        """Return the global norm of the gradients that arrived, 0-dim, fp32. Collective."""
+        square = self.engine.square().to(self._device)
+        if self._mesh.size() > 1:
+            dist.all_reduce(square, group=self._mesh.get_group())
+        return square.sqrt().float()
+
+    def clip(self, max_norm: float) -> bool:
+        """Decide the step's scale, and whether it is made at all.
+
+        Args:
+            max_norm: bound of the global norm; 0 for none.
+
+        Returns: whether the norm is finite; the step is dropped where it is not.
+
+        Cost: one host sync, one all-reduce of 8 bytes.
+        """
+        self.grad_norm = norm = self.norm().cpu()
+        self._decided = True
+        if not math.isfinite(float(norm)):
+            self._scale = None
+            self._step()
+            return False
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else 1.0
+        self._scale = float(scale)
+        return True
+
+    def _step(self) -> None:
+        if not self._decided and not self.clip(0.0):
+            return
+        self._decided = False
+        self.engine.seal(self._scale, self._hyper())
+
+    # What is read and written between steps.
+
+    def abandon(self) -> None:
+        """Drop a step that an exception interrupted, so that the state can be saved."""
+        self._decided = False
+        self.engine.seal(None, self._hyper())
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the fp32 weights, sharded as their parameters are."""
+        self.engine.flush()
+        return {n: self._as_shard(n, self._state.master(n)) for n in self.names}
+
+    def write_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Take fp32 weights, sharded as their parameters are, and send them to the device."""
+        self.engine.flush()
+        for name, master in masters.items():
+            self._state.write_master(name, local(master).flatten().cpu())
+        self.engine.send()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, as the optimizer itself would hold it."""
+        self.engine.flush()
+        state: dict[str, Any] = {}
+        for name, (owner, _) in self._optimizers.items():
+            if owner is optimizer and self.engine.steps[name]:
+                m, v = self._state.moments(name)
+                state[name] = {
+                    "step": torch.tensor(float(self.engine.steps[name])),
+                    "exp_avg": self._as_shard(name, m),
+                    "exp_avg_sq": self._as_shard(name, v),
+                }
+        return state
+
+    def write_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Take over the state that was loaded into an optimizer, and leave it empty."""
+        self.engine.flush()
+        names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
+        for parameter, slots in optimizer.state.items():
+            name = names[id(parameter)]
+            self.engine.steps[name] = int(slots["step"])
+            moments = (local(slots[k]).flatten().float().cpu() for k in ("exp_avg", "exp_avg_sq"))
+            self._state.write_moments(name, *moments)
+        optimizer.state.clear()
+
+    def _as_shard(self, name: str, flat: Tensor) -> Tensor:
+        parameter = self._module.get_parameter(name)
+        shard = flat.view(local(parameter).shape).to(self._device)
+        if not isinstance(parameter, DTensor):
+            return shard
+        return DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+            run_check=False,
+        )
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether some optimizer step of a Trainer takes several micro-batches."""
+    scheduled = any(
+        c.__class__.__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks
+    )
+    return scheduled or trainer.accumulate_grad_batches > 1
+
+
+def check_offload(*, manual_optimization: bool, precision: str) -> None:
+    """Refuse what cannot be stepped on the host.
+
+    Raises: ValueError: lists each problem.
+    """
+    problems = []
+    if precision != "bf16-mixed":
+        problems.append(
+            f"trainer.precision = {precision!r}: must be 'bf16-mixed' under offload, which keeps "
+            "bf16 weights on the device and exact fp32 ones on the host. Use 'bf16-mixed'."
+        )
+    if manual_optimization:
+        problems.append(
+            "module.automatic_optimization = False: must be True under offload. Return the loss "
+            "from training_step, or train without offload."
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _unit_sizes(module: nn.Module, units: Units, mesh: DeviceMesh) -> dict[str, dict[str, int]]:
+    """Unit -> trained parameter -> elements of this rank's shard; the root first."""
+    owner = owners(module, units.modules)
+    sizes: dict[str, dict[str, int]] = {name: {} for name in (ROOT, *units.modules)}
+    seen: set[int] = set()
+    for name, parameter in parameter_names(module):
+        if id(parameter) in seen or not parameter.requires_grad:
+            continue
+        seen.add(id(parameter))
+        (unit,) = owner[id(parameter)]
+        sizes[unit][name] = _shard_size(parameter.shape, mesh)
+    return sizes
+
+
+def _shard_size(shape: torch.Size, mesh: DeviceMesh) -> int:
+    """Elements of this rank's part, cut along the first dim as `torch.chunk` cuts."""
+    rows = _rows_per_rank(shape, mesh)
+    own = min(max(shape[0] - mesh.get_local_rank() * rows, 0), rows)
+    return own * math.prod(shape[1:])
+
+
+def _rows_per_rank(shape: torch.Size, mesh: DeviceMesh) -> int:
+    return -(-shape[0] // mesh.size())
+
+
+def _optimizer_problems(optimizer: Optimizer) -> list[str]:
+    kind = type(optimizer).__name__
+    if type(optimizer) not in _DRIVEN:
+        return [
+            f"optimizer = {kind}: must be torch.optim.AdamW or torch.optim.Adam, which the offload "
+            "engine steps on the host. Return one of them, or train without offload."
+        ]
+    return [
+        f"optimizer.{key} = {group[key]!r}: must be False under offload. Leave it out."
+        for group in optimizer.param_groups
+        for key in _UNSUPPORTED
+        if group[key]
+    ]
+
+
+def _adam_step(optimizer: Optimizer, group: Mapping[str, Any], step: int) -> AdamStep:
+    beta1, beta2 = group["betas"]
+    return AdamStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        decoupled=isinstance(optimizer, torch.optim.AdamW),
+    )
