@@ -22,6 +22,8 @@ class Units:
     """Qualified name -> unit. Everything else forms the root unit."""
     source: str
     """How they were found, for the printed plan."""
+    leaves: tuple[str, ...] = ()
+    """Units that are no block; their parameters may be used after their forward."""
     tied_out: tuple[str, ...] = ()
     """Blocks left in the root because they share parameters with another unit."""
 
@@ -37,7 +39,11 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def find_units(
-    module: nn.Module, blocks: Sequence[type[nn.Module]] | None, *, every_child: bool
+    module: nn.Module,
+    blocks: Sequence[type[nn.Module]] | None,
+    *,
+    every_child: bool,
+    large_leaves: bool = False,
 ) -> Units:
     """Choose the units of a module.
 
@@ -46,6 +52,9 @@ def find_units(
         blocks: classes to shard, or None to find the repeated blocks.
         every_child: also make each direct child a unit (manual optimization runs its backward
             inside the root's forward, so the root must own no parameter).
+        large_leaves: where the blocks are found, also make a unit of each module outside them that
+            holds a large share itself, such as an embedding: its gradients then arrive before the
+            end of the backward, where the root's do.
     Raises: ValueError: `blocks` names a class that does not occur, or `every_child` is impossible.
     """
     if blocks is not None:
@@ -58,8 +67,16 @@ def find_units(
         children = _callable_members("", module)
         _refuse_shared_children(children)
         found = {n: m for n, m in module.named_modules() if n in children or n in found}
+    leaves = _large_leaves(module, found) if large_leaves and blocks is None else set()
+    if leaves:
+        found = {n: m for n, m in module.named_modules() if n in found or n in leaves}
     kept, tied_out = _without_tied(module, found)
-    return Units(modules=kept, source=source if kept else "none found", tied_out=tied_out)
+    return Units(
+        modules=kept,
+        source=source if kept else "none found",
+        leaves=tuple(n for n in kept if n in leaves),
+        tied_out=tuple(n for n in tied_out if n not in leaves),
+    )
 
 
 def _instances(module: nn.Module, blocks: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
@@ -115,6 +132,17 @@ def _is_repetition(container: nn.Module, total: int) -> bool:
     if len(members) < 2 or len({type(m) for m in members}) > 1:
         return False
     return num_parameters(container) >= max(_SMALLEST_SHARE * total, 1)
+
+
+def _large_leaves(module: nn.Module, units: dict[str, nn.Module]) -> set[str]:
+    least = max(_SMALLEST_SHARE * num_parameters(module), 1)
+    return {
+        name
+        for name, sub in module.named_modules()
+        if not any(f"{name}.".startswith(f"{unit}.") for unit in units)
+        and not any(True for _ in sub.children())
+        and num_parameters(sub) >= least
+    }
 
 
 def owners(module: nn.Module, units: dict[str, nn.Module]) -> dict[int, set[str]]:

@@ -52,7 +52,7 @@ class OffloadConfig:
     rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
     threads: int | None = None
     """Of a pass over the state; None takes one per core of this rank's share."""
-    chunk_elements: int = 4 << 20
+    chunk_elements: int = 16 << 20
     """Parameters that are copied and stepped together, a multiple of 64."""
 
     def problems(self) -> list[str]:
@@ -68,7 +68,7 @@ class OffloadConfig:
             found.append(refusal("zero.offload.threads", threads, ["None, or 1 and more"], fix))
         chunk = self.chunk_elements
         if type(chunk) is not int or chunk < 64 or chunk % 64:
-            fix = "Use 4194304."
+            fix = "Use 16777216."
             found.append(refusal("zero.offload.chunk_elements", chunk, ["a multiple of 64"], fix))
         return found
 

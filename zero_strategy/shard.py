@@ -70,6 +70,7 @@ class Sharded:
     units: dict[str, nn.Module]
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
+    leaves: tuple[str, ...]
     tied_out: tuple[str, ...]
     unit_classes: str
     source: str
@@ -126,9 +127,10 @@ class Sharded:
 
     def use_stage(self, zero_stage: ZeroStage) -> None:
         """Set for a run what stays gathered between forward and backward."""
-        for unit in self.units.values():
+        for name, unit in self.units.items():
             assert isinstance(unit, FSDPModule), "units are sharded before a stage is chosen"
-            unit.set_reshard_after_forward(zero_stage == 3, recurse=False)
+            lets_go = zero_stage == 3 and name not in self.leaves
+            unit.set_reshard_after_forward(lets_go, recurse=False)
 
 
 def shard_module(
@@ -191,6 +193,7 @@ def shard_module(
         units=units.modules,
         mesh=mesh,
         policy=policy,
+        leaves=units.leaves,
         tied_out=units.tied_out,
         unit_classes=unit_classes,
         source=units.source,

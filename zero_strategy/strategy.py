@@ -251,7 +251,12 @@ class ZeroStrategy(DDPStrategy):
             check_offload(manual_optimization=manual, precision=self.zero_precision.precision)
         checks.check_same_module(module, self._control)
         self.precision_plugin.convert_module(module)
-        units = find_units(module, self.config.blocks, every_child=manual)
+        units = find_units(
+            module,
+            self.config.blocks,
+            every_child=manual,
+            large_leaves=self.config.offload is not None,
+        )
         checks.check_units(module, units)
         offloading = None
         if self.config.offload is not None:

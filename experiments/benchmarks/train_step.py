@@ -54,6 +54,7 @@ class TrainStep:
         warmup_steps: per process, not measured.
         steps: per round, measured.
         timeout_s: for one process, its start included.
+        max_norm: bound of the gradients' norm; a large one clips no step.
         in_turns: the systems live side by side and take turns; their memory must fit together.
         processes: per system, where they take turns. Where the system puts a process changes its
             speed by a few percent for as long as it lives.
@@ -68,6 +69,7 @@ class TrainStep:
     warmup_steps: int
     steps: int
     timeout_s: int
+    max_norm: float = 1.0
     in_turns: bool = False
     processes: int = 1
     tiny: bool = False
@@ -87,6 +89,7 @@ class TrainStep:
             seq_len=self.seq_len,
             warmup_steps=self.warmup_steps,
             steps=self.steps,
+            max_norm=self.max_norm,
         )
 
     @property

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from zero_strategy.experiments.models.gpt import GPT, GPTConfig
 from zero_strategy.experiments.models.loss import token_loss
 
-CLIP_NORM = 1.0
 # Different micro-batches in host memory; a run goes round them.
 NUM_DISTINCT = 8
 
@@ -32,6 +31,7 @@ class Workload:
         warmup_steps: optimizer steps before anything is measured.
         steps: optimizer steps that are measured.
         lr: constant learning rate.
+        max_norm: bound of the gradients' global norm.
         seed: chooses weights and tokens.
     """
 
@@ -42,6 +42,7 @@ class Workload:
     warmup_steps: int
     steps: int
     lr: float = 3e-4
+    max_norm: float = 1.0
     seed: int = 1
 
     @classmethod

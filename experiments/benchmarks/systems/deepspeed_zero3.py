@@ -10,7 +10,6 @@ from typing import Any
 
 from zero_strategy.experiments.benchmarks.watch import Watch
 from zero_strategy.experiments.benchmarks.workload import (
-    CLIP_NORM,
     TokenBatches,
     Workload,
     build_model,
@@ -47,7 +46,7 @@ def engine_config(workload: Workload) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": workload.batch_size,
         "gradient_accumulation_steps": workload.accumulate,
-        "gradient_clipping": CLIP_NORM,
+        "gradient_clipping": workload.max_norm,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
         "zero_allow_untested_optimizer": True,

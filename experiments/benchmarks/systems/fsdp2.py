@@ -9,7 +9,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from zero_strategy.experiments.benchmarks.watch import Watch
 from zero_strategy.experiments.benchmarks.workload import (
-    CLIP_NORM,
     TokenBatches,
     Workload,
     build_model,
@@ -34,7 +33,7 @@ def train(workload: Workload, watch: Watch) -> None:
         watch.saw(loss)
         (loss / workload.accumulate).backward()
         if (index + 1) % workload.accumulate == 0:
-            clip_grad_norm_(model.parameters(), CLIP_NORM)
+            clip_grad_norm_(model.parameters(), workload.max_norm)
             optimizer.step()
             optimizer.zero_grad()
 

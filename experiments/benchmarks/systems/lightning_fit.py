@@ -15,7 +15,6 @@ from typing_extensions import override
 from zero_strategy.experiments.benchmarks.systems.fsdp2 import shard
 from zero_strategy.experiments.benchmarks.watch import Watch
 from zero_strategy.experiments.benchmarks.workload import (
-    CLIP_NORM,
     TokenBatches,
     Workload,
     build_model,
@@ -89,6 +88,12 @@ def train_zero3(workload: Workload, watch: Watch) -> None:
     _fit(TokenModule(workload, watch), ZeroStrategy(stage=3, init="meta"), "bf16-mixed")
 
 
+def train_zero3_offload(workload: Workload, watch: Watch) -> None:
+    """Train with `ZeroStrategy(stage=3, offload="host")`: all optimizer state in host memory."""
+    strategy = ZeroStrategy(stage=3, init="meta", offload="host")
+    _fit(TokenModule(workload, watch), strategy, "bf16-mixed")
+
+
 def train_model_parallel(workload: Workload, watch: Watch) -> None:
     """Train with Lightning's `ModelParallelStrategy`; precision is FSDP2's policy alone."""
     _fit(ShardingTokenModule(workload, watch), ModelParallelStrategy(), "32-true")
@@ -111,7 +116,7 @@ def make_trainer(workload: Workload, strategy: Strategy, precision: Any) -> pl.T
         max_steps=workload.num_steps,
         max_epochs=1,
         accumulate_grad_batches=workload.accumulate,
-        gradient_clip_val=CLIP_NORM,
+        gradient_clip_val=workload.max_norm,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,

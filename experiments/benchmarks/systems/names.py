@@ -10,6 +10,7 @@ SYSTEMS = {
     "zero_strategy zero1": f"{_SYSTEMS}.lightning_fit:train_zero1",
     "zero_strategy zero2": f"{_SYSTEMS}.lightning_fit:train_zero2",
     "zero_strategy zero3": f"{_SYSTEMS}.lightning_fit:train_zero3",
+    "zero_strategy zero3_offload": f"{_SYSTEMS}.lightning_fit:train_zero3_offload",
     "fsdp2": f"{_SYSTEMS}.fsdp2:train",
     "deepspeed zero3": f"{_SYSTEMS}.deepspeed_zero3:train",
     "lightning model_parallel": f"{_SYSTEMS}.lightning_fit:train_model_parallel",
