@@ -1,4 +1,4 @@
-"""Host memory of the engine: one slab per kind of data, known to CUDA where copies need it."""
+"""Host memory of the engine, known to CUDA where copies need it."""
 
 from __future__ import annotations
 
@@ -12,48 +12,52 @@ from torch import Tensor
 from zero_strategy.kernels.adam import AdamState, join, split
 from zero_strategy.offload.layout import ChunkLayout, Layout
 
+PAGE_BYTES = 4096
 REGISTER_BYTES = 1 << 30
-"""Bytes registered per call; calls for different ranges run at the same time."""
+"""At most so much is registered per call; calls for different ranges run at the same time."""
 
 
-def slab(length: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Return zeroed host memory, exactly as large as asked.
+def buffers(count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+    """Return zeroed buffers in host memory, which together take what is asked for and no more.
 
     Args:
-        length: elements.
+        count: buffers.
+        length: elements of each.
         dtype: of the elements.
-        pinned: register it with CUDA. `pin_memory=True` would round up to a power of two.
+        pinned: register them with CUDA. `pin_memory=True` would round up to a power of two.
     """
-    memory = torch.zeros(length, dtype=dtype)
+    per_page = PAGE_BYTES // dtype.itemsize
+    padded = -(-length // per_page) * per_page
+    memory = torch.zeros(count * padded + per_page, dtype=dtype)
+    # A copy must not cross two registered ranges, nor two ranges share a page.
+    start = -memory.data_ptr() % PAGE_BYTES // dtype.itemsize
+    rows = memory.narrow(0, start, count * padded).view(count, padded)
     if pinned:
-        _register(memory)
-    return memory
+        _register(rows)
+    return [row.narrow(0, 0, length) for row in rows]
 
 
-def _register(memory: Tensor) -> None:
+def _register(rows: Tensor) -> None:
     cudart: Any = torch.cuda.cudart()
-    begin, num_bytes = memory.data_ptr(), memory.numel() * memory.element_size()
+    per_call = max(1, REGISTER_BYTES // (rows.shape[1] * rows.element_size()))
     failures: list[int] = []
 
-    def register(offset: int) -> None:
-        length = min(REGISTER_BYTES, num_bytes - offset)
-        code = cudart.cudaHostRegister(begin + offset, length, 0)
+    def register(part: Tensor) -> None:
+        code = cudart.cudaHostRegister(part.data_ptr(), part.numel() * part.element_size(), 0)
         if int(code):
             failures.append(int(code))
 
-    threads = [
-        threading.Thread(target=register, args=(offset,))
-        for offset in range(0, num_bytes, REGISTER_BYTES)
-    ]
+    threads = [threading.Thread(target=register, args=(part,)) for part in rows.split(per_call)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
+        num_bytes = rows.numel() * rows.element_size()
         raise MemoryError(
             f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error "
-            f"{failures[0]}): must fit into what the system lets a process lock. Lower "
-            "zero.offload.pin_budget_gib, or raise `ulimit -l`."
+            f"{failures[0]}): must fit into what the system lets a process lock. Raise "
+            "`ulimit -l`, or lower zero.offload.chunk_elements."
         )
 
 
@@ -68,10 +72,10 @@ class HostState:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._state = AdamState(
-            upper=slab(layout.length, torch.bfloat16, pinned=False),
-            lower=slab(layout.length, torch.int16, pinned=False),
-            m=slab(layout.length, torch.float32, pinned=False),
-            v=slab(layout.length, torch.float32, pinned=False),
+            upper=torch.zeros(layout.length, dtype=torch.bfloat16),
+            lower=torch.zeros(layout.length, dtype=torch.int16),
+            m=torch.zeros(layout.length),
+            v=torch.zeros(layout.length),
         )
         self._places: dict[str, list[tuple[int, int, int]]] = {}
         for chunk in layout.chunks:
@@ -128,11 +132,11 @@ class SlotPool:
         count: buffers.
         length: elements of each.
         dtype: of the elements.
-        pinned: as in `slab`.
+        pinned: as in `buffers`.
     """
 
     def __init__(self, count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self._free = list(slab(count * length, dtype, pinned=pinned).view(count, length))
+        self._free = buffers(count, length, dtype, pinned=pinned)
 
     @property
     def num_free(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_strategy.kernels import adam
 from zero_strategy.kernels.adam import AdamState, AdamStep, Pending
-from zero_strategy.offload.host import slab
+from zero_strategy.offload.host import buffers
 from zero_strategy.offload.link import DONE, Copied, Link
 
 
@@ -71,8 +71,8 @@ class CpuLane:
     ) -> None:
         self._link = link
         self._threads = threads
-        memory = slab(num_wires * slot_length, torch.bfloat16, pinned=pinned)
-        self._wires = deque((wire, DONE) for wire in memory.view(num_wires, slot_length))
+        wires = buffers(num_wires, slot_length, torch.bfloat16, pinned=pinned)
+        self._wires = deque((wire, DONE) for wire in wires)
 
     def run(
         self,
