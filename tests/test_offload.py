@@ -124,7 +124,7 @@ def _offloaded(
     module = Lit()
     strategy = ZeroStrategy(stage=stage, offload=OffloadConfig(chunk_elements=512, threads=1))
     run = lit.trainer(strategy, **_options(stage, accumulate, clip))
-    run.fit(module, lit.loader()) if mode == "deferred" else _fit_in(mode, run, module)
+    run.fit(module, lit.loader()) if mode == "chosen" else _fit_in(mode, run, module)
     masters = {n: local(t) for n, t in strategy.sharded.offloading.masters().items()}
     weights = {n: local(p.detach()) for n, p in module.named_parameters() if n in masters}
     return module.losses, masters, weights
@@ -132,7 +132,7 @@ def _offloaded(
 
 def _fit_in(mode: str, run: Any, module: Lit) -> None:
     class Switch(lit.pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             trainer.strategy.sharded.offloading.engine.mode = mode
 
     run.callbacks.append(Switch())
@@ -144,7 +144,7 @@ def on_device(stage: int, accumulate: int, clip: float | None, world_size: int) 
     return ranks(world_size).run(_on_device, stage, accumulate, clip)
 
 
-@pytest.mark.parametrize("mode", ["deferred", "late", "staged"])
+@pytest.mark.parametrize("mode", ["chosen", "deferred", "late", "staged"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "accumulate", "clip"),

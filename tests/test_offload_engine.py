@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from zero_strategy.kernels.adam import AdamStep
 from zero_strategy.offload.engine import OffloadEngine
 from zero_strategy.offload.host import HostState
-from zero_strategy.offload.lanes import CpuLane
+from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane, spread
 from zero_strategy.offload.layout import Layout
-from zero_strategy.offload.link import HostLink
+from zero_strategy.offload.link import link_for
 
 NUM_STEPS = 40
 SPIKES = {7: 30.0, 9: 30.0, 17: 300.0, 25: math.inf, 33: math.inf}
@@ -52,7 +52,7 @@ def half_away(master: Tensor) -> Tensor:
 
 def loss_of(model: nn.Module, step: int, micro: int) -> Tensor:
     draw = torch.Generator().manual_seed(1000 * step + micro)
-    x = torch.randint(0, VOCAB, (8, 16), generator=draw)
+    x = torch.randint(0, VOCAB, (8, 16), generator=draw).to(model.norm.weight.device)
     logits = model(x, odd=step % 3 != 1)
     loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), (x * 7 + 3).flatten() % VOCAB)
     return loss * SPIKES.get(step, 1.0)
@@ -143,11 +143,20 @@ def expected(max_norm: float | None, num_micro: int, grad_dtype: torch.dtype) ->
 class Run:
     """A plain module in bf16 whose parameters the engine steps."""
 
-    def __init__(self, max_norm: float | None, num_micro: int, grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        max_norm: float | None,
+        num_micro: int,
+        grad_dtype: torch.dtype,
+        *,
+        device: str = "cpu",
+        stream_share: float = 0.0,
+    ) -> None:
         self.model = build()
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         masters = {n: p.detach().flatten().clone() for n, p in trained.items()}
-        self.model.bfloat16()
+        self.model.bfloat16().to(device)
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         units: dict[str, dict[str, int]] = {}
         for name, parameter in trained.items():
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers") else ""
@@ -156,17 +165,28 @@ class Run:
         state = HostState(layout)
         for name, master in masters.items():
             state.write_master(name, master)
-            trained[name].data = state.upper(name).view_as(trained[name])
-        link = HostLink()
+            trained[name].data = state.upper(name).view_as(trained[name]).to(device)
+        pinned = device == "cuda"
+        link = link_for(torch.device(device))
+        longest = layout.slot_length
+        lanes: list[Lane] = [
+            CpuLane(link, longest, num_wires=2, threads=1, pinned=pinned) for _ in range(2)
+        ]
+        lane_of = [index % 3 % 2 for index in range(len(layout.chunks))]
+        if pinned:
+            lanes[1] = StreamLane(torch.device(device), longest, grad_dtype=grad_dtype, num_slots=2)
+            lane_of = spread(len(layout.chunks), stream_share)
+            state.pin(layout.chunks)
         self.engine = OffloadEngine(
             layout=layout,
             state=state,
             weights={n: p.detach().view(-1) for n, p in trained.items()},
-            lane=CpuLane(link, layout.slot_length, num_wires=2, threads=1, pinned=False),
+            lanes=lanes,
+            lane_of=lane_of,
             link=link,
             grad_dtype=grad_dtype,
             spare_slots=3,
-            pinned=False,
+            pinned=pinned,
         )
         self.decay = {
             n: decay
@@ -254,3 +274,32 @@ def test_modes_may_change_and_the_run_be_flushed_at_any_step():
         if step % 6 == 5:
             run.engine.flush()
     assert_equal(run, expected(2.0, 1, torch.bfloat16))
+
+
+def outcome(run: Run) -> dict[str, Tensor]:
+    run.engine.close()
+    state = {"losses": torch.tensor(run.losses).nan_to_num()}
+    for name in run.decay:
+        m, v = run.engine.state.moments(name)
+        weights = run.model.get_parameter(name).detach().flatten().cpu()
+        state |= {name: run.engine.state.master(name), f"{name}.m": m, f"{name}.v": v}
+        state[f"{name}.weights"] = weights
+        assert torch.equal(weights, half_away(state[name])), name
+    return state
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_lanes_and_modes_change_no_bit_on_a_gpu(max_norm, grad_dtype):
+    want = None
+    for mode in ("staged", "deferred", "late"):
+        for share in (0.0, 0.5, 1.0):
+            run = Run(max_norm, 2, grad_dtype, device="cuda", stream_share=share)
+            run.engine.mode = mode
+            for _ in range(NUM_STEPS):
+                run.step()
+            got = outcome(run)
+            want = want or got
+            for name, value in want.items():
+                assert torch.equal(got[name], value), (mode, share, name)

@@ -50,6 +50,9 @@ class OffloadConfig:
     grad_dtype: GradDtype = "auto"
     """Of gradients on their way to the host: "auto" takes bf16 where nothing is rounded by it (one
     rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
+    stream_share: float = 0.5
+    """Share of the state that is stepped on the GPU, through which it is streamed; the host's cores
+    step the rest. Without a GPU they step all."""
     threads: int | None = None
     """Of a pass over the state; None takes one per core of this rank's share."""
     chunk_elements: int = 16 << 20
@@ -62,6 +65,9 @@ class OffloadConfig:
             found.append(refusal("zero.offload.placement", self.placement, _PLACEMENTS))
         if self.grad_dtype not in get_args(GradDtype):
             found.append(refusal("zero.offload.grad_dtype", self.grad_dtype, get_args(GradDtype)))
+        share = self.stream_share
+        if not isinstance(share, float | int) or not 0 <= share <= 1:
+            found.append(refusal("zero.offload.stream_share", share, ["in [0, 1]"], "Use 0.5."))
         threads = self.threads
         if threads is not None and (type(threads) is not int or threads < 1):
             fix = "Use None for one per core."

@@ -26,11 +26,14 @@ from zero_strategy.gradient import local
 from zero_strategy.kernels.adam import AdamStep, split
 from zero_strategy.offload.engine import Hyper, OffloadEngine
 from zero_strategy.offload.host import HostState
-from zero_strategy.offload.lanes import CpuLane
+from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane, spread
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.link import link_for
 
 ROOT = ""
+# Over about so many steps, and above so large a share, steps are taken to be clipped often.
+_CLIP_STEPS = 4
+_CLIP_OFTEN = 0.3
 _DRIVEN = (torch.optim.AdamW, torch.optim.Adam)
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 
@@ -68,10 +71,12 @@ class Offloading:
         sizes = _unit_sizes(module, units, mesh)
         self._layout = Layout.of(sizes, config.chunk_elements)
         self._threads = config.threads
+        self._stream_share = config.stream_share
         self._state = HostState(self._layout)
         self._engine: OffloadEngine | None = None
         self._optimizers: dict[str, tuple[Optimizer, dict[str, Any]]] = {}
         self._scale: float | None = None
+        self._clip_rate = 0.0
         self._decided = False
         self._reduced: Tensor | None = None
         self._taken = 0
@@ -120,14 +125,24 @@ class Offloading:
         link = link_for(self._device)
         pinned = self._device.type == "cuda"
         layout = self._layout
+        cpu = CpuLane(link, layout.slot_length, num_wires=4, threads=self._threads, pinned=pinned)
+        lanes: list[Lane] = [cpu]
+        lane_of = [0] * len(layout.chunks)
+        if pinned and self._stream_share > 0:
+            lanes.append(
+                StreamLane(
+                    self._device, layout.slot_length, grad_dtype=self._grad_dtype, num_slots=3
+                )
+            )
+            lane_of = spread(len(layout.chunks), self._stream_share)
+            self._state.pin([c for c, lane in zip(layout.chunks, lane_of, strict=True) if lane])
         parameters = {n: p for n, p in parameter_names(self._module) if n in layout.sizes}
         self._engine = OffloadEngine(
             layout=layout,
             state=self._state,
             weights={n: local(p.detach()).view(-1) for n, p in parameters.items()},
-            lane=CpuLane(
-                link, layout.slot_length, num_wires=4, threads=self._threads, pinned=pinned
-            ),
+            lanes=lanes,
+            lane_of=lane_of,
             link=link,
             grad_dtype=self._grad_dtype,
             spare_slots=max(2, len(layout.chunks) // 5),
@@ -235,6 +250,10 @@ class Offloading:
             return
         self._decided = False
         self.engine.seal(self._scale, self._hyper())
+        clipped = self._scale is not None and self._scale < 1
+        self._clip_rate += (clipped - self._clip_rate) / _CLIP_STEPS
+        # Where most steps are clipped, a preview with scale 1 is work for nothing.
+        self.engine.mode = "late" if self._clip_rate > _CLIP_OFTEN else "deferred"
 
     # What is read and written between steps.
 

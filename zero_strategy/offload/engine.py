@@ -11,8 +11,8 @@ was written.
                                                                    |     ^
                                                                    +-----+ another scale
 
-Gradients come in hooks of the backward, on any thread; a worker runs the passes. What chunks and
-steps hold changes under the engine's lock alone, or before the worker has seen it.
+Gradients come in hooks of the backward, on any thread; each lane has a worker that runs its passes.
+What chunks and steps hold changes under the engine's lock alone, or before a worker has seen it.
 
 Source: the speculation of SuperOffload (arXiv:2509.21271) without its undo, and the delayed update
 of ZeRO-Offload (arXiv:2101.06840) without its staleness.
@@ -32,9 +32,9 @@ from torch import Tensor
 
 from zero_strategy.kernels.adam import AdamState, AdamStep
 from zero_strategy.offload.host import HostState, SlotPool
-from zero_strategy.offload.lanes import CpuLane, Segment, Stepped, Target
+from zero_strategy.offload.lanes import Ended, Lane, Segment, Stepped, Target
 from zero_strategy.offload.layout import ChunkLayout, Layout
-from zero_strategy.offload.link import DONE, Copied, Link
+from zero_strategy.offload.link import DONE, Copied, Link, Several
 
 Mode = Literal["deferred", "late", "staged"]
 """How a gradient is met whose step's norm is not yet known; all three leave the same bits.
@@ -67,6 +67,8 @@ class _Gradient:
 
     step: _Step
     slot: Tensor
+    free: Copied
+    """The end of what read the slot before."""
     names: set[str] = field(default_factory=set)
     copies: list[Copied] = field(default_factory=list)
     segments: tuple[Segment, ...] = ()
@@ -92,16 +94,40 @@ class _Chunk:
     index: int
     state: AdamState
     targets: tuple[tuple[str, Target], ...]
+    lane: _LaneQueue
     filling: _Gradient | None = None
     arriving: _Gradient | None = None
     pending: _Gradient | None = None
     wired: Copied = DONE
     """The last weights that were sent."""
+    stored: Copied = DONE
+    """The last pass's end in host memory."""
     busy: bool = False
 
     @property
     def is_sent(self) -> bool:
         return self.arriving is None and (self.pending is None or self.pending.is_final)
+
+
+@dataclass(slots=True, eq=False)
+class _LaneQueue:
+    """A lane, and the chunks that it is to look at."""
+
+    lane: Lane
+    urgent: list[tuple[int, _Chunk]] = field(default_factory=list)
+    """Those whose weights a forward waits for, by its order."""
+    arrived: deque[_Chunk] = field(default_factory=deque)
+    idle: deque[_Chunk] = field(default_factory=deque)
+    """Those with a step to commit."""
+
+    def __bool__(self) -> bool:
+        return bool(self.urgent or self.arrived or self.idle)
+
+    def pop(self) -> _Chunk:
+        """Return the most urgent chunk."""
+        if self.urgent:
+            return heapq.heappop(self.urgent)[1]
+        return (self.arrived or self.idle).popleft()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +151,8 @@ class OffloadEngine:
         layout: the chunks, in forward order.
         state: their weights and moments.
         weights: parameter -> flat view of this rank's shard on the device, (n,), bf16.
-        lane: runs the passes.
+        lanes: run the passes, each on a thread of its own.
+        lane_of: chunk's index -> index of its lane.
         link: moves gradients to the host.
         grad_dtype: of gradients on their way and until they are committed.
         spare_slots: gradients that can have arrived while every chunk holds one that is pending.
@@ -140,7 +167,8 @@ class OffloadEngine:
         layout: Layout,
         state: HostState,
         weights: Mapping[str, Tensor],
-        lane: CpuLane,
+        lanes: Sequence[Lane],
+        lane_of: Sequence[int],
         link: Link,
         grad_dtype: torch.dtype,
         spare_slots: int,
@@ -153,12 +181,13 @@ class OffloadEngine:
         """Parameter -> optimizer steps it has taken."""
         self.num_redone = 0
         """Previews that were repeated with another scale."""
-        self._lane, self._link = lane, link
+        self._lanes = [_LaneQueue(lane) for lane in lanes]
+        self._link = link
         self._grad_dtype = grad_dtype
         num_slots = len(layout.chunks) + max(1, spare_slots)
         self._slots = SlotPool(num_slots, layout.slot_length, grad_dtype, pinned=pinned)
         self._chunks = [
-            _Chunk(c, index, state.chunk(c), _targets(c, weights))
+            _Chunk(c, index, state.chunk(c), _targets(c, weights), self._lanes[lane_of[index]])
             for index, c in enumerate(layout.chunks)
         ]
         self._of_unit: dict[str, list[_Chunk]] = defaultdict(list)
@@ -172,15 +201,14 @@ class OffloadEngine:
         self._received: set[str] = set()
         self._squares: list[Tensor] = []
         self._changed = threading.Condition()
-        # Chunks whose weights a forward waits for, by its order; chunks by arrival; to commit.
-        self._urgent: list[tuple[int, _Chunk]] = []
-        self._arrived: deque[_Chunk] = deque()
-        self._idle: deque[_Chunk] = deque()
         self._flushing = False
         self._starved = False
         self._closed = False
         self._failure: BaseException | None = None
-        threading.Thread(target=self._work, name="offload-lane", daemon=True).start()
+        for queue in self._lanes:
+            threading.Thread(
+                target=self._work, args=(queue,), name="offload-lane", daemon=True
+            ).start()
 
     # Backward.
 
@@ -211,13 +239,13 @@ class OffloadEngine:
         self._received.add(name)
         # Rounded on the device, so that the norm is of what is applied.
         grad = grad.to(self._grad_dtype)
-        self._squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square())
+        self._squares.append(torch._foreach_norm([grad], 2, dtype=torch.float64)[0].square())
         for chunk in self._of_parameter[name]:
             self._fill(chunk, step, name, grad)
 
     def _fill(self, chunk: _Chunk, step: _Step, name: str, grad: Tensor) -> None:
         if chunk.filling is None:
-            chunk.filling = _Gradient(step, self._take_slot())
+            chunk.filling = _Gradient(step, *self._take_slot())
         gradient = chunk.filling
         gradient.copies.append(
             self._link.pull(
@@ -225,14 +253,15 @@ class OffloadEngine:
                     (gradient.slot.narrow(0, p.offset, p.length), grad.narrow(0, p.start, p.length))
                     for p in chunk.layout.pieces
                     if p.name == name
-                ]
+                ],
+                gradient.free,
             )
         )
         gradient.names.add(name)
         if len(gradient.names) == len(chunk.targets):
             self._arrive(chunk)
 
-    def _take_slot(self) -> Tensor:
+    def _take_slot(self) -> tuple[Tensor, Copied]:
         with self._changed:
             if not self._slots.num_free:
                 # Chunks that wait for more of their gradient hold two slots. With their earlier
@@ -358,15 +387,18 @@ class OffloadEngine:
             self._raise_failure()
         for chunk in self._chunks:
             chunk.wired.wait()
+            chunk.stored.wait()
 
     def send(self) -> None:
         """Give the device the weights of `state`, after they were written to. Flush first."""
         for chunk in self._chunks:
             assert chunk.pending is None, "flushed before the state is written to"
             targets = tuple(t for _, t in chunk.targets)
-            chunk.wired = self._lane.run(chunk.state, None, None, targets)
+            lane = chunk.lane.lane
+            chunk.wired, chunk.stored = lane.run(chunk.state, None, None, targets, chunk.stored)
         for chunk in self._chunks:
             chunk.wired.wait()
+            chunk.stored.wait()
 
     def reset(self) -> None:
         """Begin anew with the weights as they are: no moments, no steps taken."""
@@ -390,24 +422,21 @@ class OffloadEngine:
             return  # queued again when its pass is over
         if arriving is not None and not arriving.step.sealed:
             if self.mode == "deferred" or pending is not None:
-                self._arrived.append(chunk)
+                chunk.lane.arrived.append(chunk)
         elif not chunk.is_sent and not _undecided(chunk):
-            heapq.heappush(self._urgent, (chunk.index, chunk))
+            heapq.heappush(chunk.lane.urgent, (chunk.index, chunk))
         elif pending is not None and pending.step.sealed and self._commits_early(chunk):
-            self._idle.append(chunk)
+            chunk.lane.idle.append(chunk)
 
     def _commits_early(self, chunk: _Chunk) -> bool:
         """Whether a decided step is committed without waiting for the chunk's next gradient."""
         starved = self._starved and chunk.filling is not None
         return self._flushing or self.mode != "deferred" or starved
 
-    def _next(self) -> _Pass | None:
+    def _next(self, queue: _LaneQueue) -> _Pass | None:
         """Choose a pass. Under the lock."""
-        while self._urgent or self._arrived or self._idle:
-            if self._urgent:
-                chunk = heapq.heappop(self._urgent)[1]
-            else:
-                chunk = (self._arrived or self._idle).popleft()
+        while queue:
+            chunk = queue.pop()
             if not chunk.busy and (chosen := self._choose(chunk)):
                 return chosen
         return None
@@ -415,7 +444,7 @@ class OffloadEngine:
     def _choose(self, chunk: _Chunk) -> _Pass | None:
         arriving, pending = chunk.arriving, chunk.pending
         if arriving is not None and arriving.step.dropped:
-            self._slots.give(arriving.slot)
+            self._slots.give(arriving.slot, Several(arriving.copies))
             self._changed.notify_all()
             arriving = chunk.arriving = None
         if arriving is not None:
@@ -436,45 +465,50 @@ class OffloadEngine:
             return _Pass(chunk, preview=pending, scale=pending.step.scale)
         return _Pass(chunk, commit=pending) if self._commits_early(chunk) else None
 
-    def _work(self) -> None:
+    def _work(self, queue: _LaneQueue) -> None:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._urgent or self._arrived or self._idle or self._closed
-                    )
+                    self._changed.wait_for(lambda: queue or self._closed)
                     if self._closed:
                         return
-                    chosen = self._next()
+                    chosen = self._next(queue)
                     if chosen is None:
                         continue
                     chosen.chunk.busy = True
                     # As it is now: the step may be decided while the pass runs.
                     commit = chosen.commit and chosen.commit.decided()
                     preview = chosen.preview and chosen.preview.stepped(chosen.scale)
-                wired = self._lane.run(chosen.chunk.state, commit, preview, _sent_targets(chosen))
+                ended = queue.lane.run(
+                    chosen.chunk.state,
+                    commit,
+                    preview,
+                    _sent_targets(chosen),
+                    chosen.chunk.stored,
+                )
                 with self._changed:
-                    self._finish(chosen, preview, wired)
+                    self._finish(chosen, preview, ended)
                     self._changed.notify_all()
         except BaseException as failure:  # noqa: BLE001 - raised where the training thread looks
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
 
-    def _finish(self, chosen: _Pass, previewed: Stepped | None, wired: Copied) -> None:
+    def _finish(self, chosen: _Pass, previewed: Stepped | None, ended: Ended) -> None:
         chunk, commit, preview = chosen.chunk, chosen.commit, chosen.preview
         chunk.busy = False
+        chunk.stored = ended.stored
         if preview is not None or chosen.send:
-            chunk.wired = wired
+            chunk.wired = ended.sent
         if commit is not None:
-            self._slots.give(commit.slot)
+            self._slots.give(commit.slot, ended.stored)
             if commit is chunk.pending:
                 chunk.pending = None
             else:
                 chunk.arriving = None
         elif chosen.send:  # the previewed step was dropped
             assert chunk.pending is not None, "its weights were sent"
-            self._slots.give(chunk.pending.slot)
+            self._slots.give(chunk.pending.slot, ended.stored)
             chunk.pending = None
         if preview is not None and previewed is not None:
             preview.sent = (previewed.scale, previewed.segments)

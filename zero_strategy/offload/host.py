@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 import torch
@@ -11,10 +11,18 @@ from torch import Tensor
 
 from zero_strategy.kernels.adam import AdamState, join, split
 from zero_strategy.offload.layout import ChunkLayout, Layout
+from zero_strategy.offload.link import DONE, Copied
 
 PAGE_BYTES = 4096
 REGISTER_BYTES = 1 << 30
 """At most so much is registered per call; calls for different ranges run at the same time."""
+NUM_THREADS = 8
+
+
+def pages(length: int, dtype: torch.dtype) -> Tensor:
+    """Return zeroed host memory, (length,), that begins with a page."""
+    memory = torch.zeros(length + PAGE_BYTES // dtype.itemsize, dtype=dtype)
+    return memory.narrow(0, -memory.data_ptr() % PAGE_BYTES // dtype.itemsize, length)
 
 
 def buffers(count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
@@ -28,36 +36,35 @@ def buffers(count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> lis
     """
     per_page = PAGE_BYTES // dtype.itemsize
     padded = -(-length // per_page) * per_page
-    memory = torch.zeros(count * padded + per_page, dtype=dtype)
-    # A copy must not cross two registered ranges, nor two ranges share a page.
-    start = -memory.data_ptr() % PAGE_BYTES // dtype.itemsize
-    rows = memory.narrow(0, start, count * padded).view(count, padded)
+    rows = pages(count * padded, dtype).view(count, padded)
     if pinned:
-        _register(rows)
+        # A copy must not cross two registered ranges, nor two ranges share a page.
+        register(rows.split(max(1, REGISTER_BYTES // (padded * dtype.itemsize))))
     return [row.narrow(0, 0, length) for row in rows]
 
 
-def _register(rows: Tensor) -> None:
+def register(parts: Sequence[Tensor]) -> None:
+    """Let CUDA copy to and from host memory while others run.
+
+    Args:
+        parts: contiguous, each on pages of its own.
+
+    Raises:
+        MemoryError: the system does not let this process lock so much.
+    """
     cudart: Any = torch.cuda.cudart()
-    per_call = max(1, REGISTER_BYTES // (rows.shape[1] * rows.element_size()))
-    failures: list[int] = []
 
-    def register(part: Tensor) -> None:
-        code = cudart.cudaHostRegister(part.data_ptr(), part.numel() * part.element_size(), 0)
-        if int(code):
-            failures.append(int(code))
+    def lock(part: Tensor) -> int:
+        return int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
 
-    threads = [threading.Thread(target=register, args=(part,)) for part in rows.split(per_call)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        num_bytes = rows.numel() * rows.element_size()
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        codes = [code for code in pool.map(lock, parts) if code]
+    if codes:
+        total = sum(part.nbytes for part in parts) / 2**30
         raise MemoryError(
-            f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error "
-            f"{failures[0]}): must fit into what the system lets a process lock. Raise "
-            "`ulimit -l`, or lower zero.offload.chunk_elements."
+            f"{total:.1f} GiB of host memory could not be pinned (CUDA error {codes[0]}): must fit "
+            "into what the system lets a process lock. Raise `ulimit -l`, or lower "
+            "zero.offload.stream_share."
         )
 
 
@@ -72,10 +79,10 @@ class HostState:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._state = AdamState(
-            upper=torch.zeros(layout.length, dtype=torch.bfloat16),
-            lower=torch.zeros(layout.length, dtype=torch.int16),
-            m=torch.zeros(layout.length),
-            v=torch.zeros(layout.length),
+            upper=pages(layout.length, torch.bfloat16),
+            lower=pages(layout.length, torch.int16),
+            m=pages(layout.length, torch.float32),
+            v=pages(layout.length, torch.float32),
         )
         self._places: dict[str, list[tuple[int, int, int]]] = {}
         for chunk in layout.chunks:
@@ -83,6 +90,11 @@ class HostState:
                 self._places.setdefault(piece.name, []).append(
                     (chunk.begin + piece.offset, piece.start, piece.length)
                 )
+
+    def pin(self, chunks: Sequence[ChunkLayout]) -> None:
+        """Register chunks that are copied to the accelerator and back."""
+        states = [self.chunk(chunk) for chunk in chunks]
+        register([t for s in states for t in (s.upper, s.lower, s.m, s.v)])
 
     def chunk(self, layout: ChunkLayout) -> AdamState:
         """Return views of one chunk's state."""
@@ -136,17 +148,17 @@ class SlotPool:
     """
 
     def __init__(self, count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self._free = buffers(count, length, dtype, pinned=pinned)
+        self._free = [(b, DONE) for b in buffers(count, length, dtype, pinned=pinned)]
 
     @property
     def num_free(self) -> int:
         """Buffers that can be taken."""
         return len(self._free)
 
-    def take(self) -> Tensor:
-        """Return a free buffer, (length,)."""
+    def take(self) -> tuple[Tensor, Copied]:
+        """Return a free buffer, (length,), and the end of what still reads it."""
         return self._free.pop()
 
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        self._free.append(buffer)
+    def give(self, buffer: Tensor, read: Copied) -> None:
+        """Take a buffer back, with the end of what reads it."""
+        self._free.append((buffer, read))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_strategy.kernels import adam
 from zero_strategy.kernels.adam import AdamState, AdamStep, Pending
 from zero_strategy.offload.host import buffers
-from zero_strategy.offload.link import DONE, Copied, Link
+from zero_strategy.offload.link import DONE, Copied, Event, Link
 
 
 class Segment(NamedTuple):
@@ -54,8 +54,40 @@ class Stepped:
         self.copies.clear()
 
 
+class Ended(NamedTuple):
+    """When a pass is over."""
+
+    sent: Copied
+    """The accelerator has the weights."""
+    stored: Copied
+    """The host has what was committed, and the gradients are no longer read."""
+
+
+class Lane(Protocol):
+    """Runs passes over chunks, one after the other."""
+
+    def run(
+        self,
+        state: AdamState,
+        commit: Stepped | None,
+        preview: Stepped | None,
+        targets: Sequence[Target],
+        after: Copied,
+    ) -> Ended:
+        """Commit a step, then send what the targets become: by the preview, or as committed.
+
+        Args:
+            state: of the chunk, in host memory.
+            commit: the step to commit, if any.
+            preview: the step whose weights are sent; without one, the committed weights are.
+            targets: what is sent; may be empty.
+            after: the end of the pass before over this chunk.
+        """
+        ...
+
+
 @final
-class CpuLane:
+class CpuLane(Lane):
     """Runs passes on the cores of the host.
 
     Args:
@@ -80,25 +112,17 @@ class CpuLane:
         commit: Stepped | None,
         preview: Stepped | None,
         targets: Sequence[Target],
-    ) -> Copied:
-        """Commit a step, then send what the targets become: by the preview, or as committed.
-
-        Args:
-            state: of the chunk.
-            commit: the step to commit, if any.
-            preview: the step whose weights are sent; without one, the committed weights are.
-            targets: what is sent; may be empty.
-
-        Returns:
-            The end of the sending.
-        """
+        after: Copied,
+    ) -> Ended:
+        """Run a pass; it is stored on return."""
+        after.wait()
         for stepped in (commit, preview):
             if stepped is not None:
                 stepped.wait()
         if not targets:
             if commit is not None:
                 self._commit(state, commit)
-            return DONE
+            return Ended(DONE, DONE)
         wire, sent = self._wires.popleft()
         sent.wait()
         if preview is not None:
@@ -110,31 +134,157 @@ class CpuLane:
         copies = [(t.weights, wire.narrow(0, t.offset, t.weights.numel())) for t in targets]
         sent = self._link.push(copies)
         self._wires.append((wire, sent))
-        return sent
+        return Ended(sent, DONE)
 
     def _commit(self, state: AdamState, commit: Stepped) -> None:
-        for offset, length, step in commit.segments:
-            part, grad = state.narrow(offset, length), commit.grad.narrow(0, offset, length)
-            adam.step(part, grad, step, commit.scale, threads=self._threads)
+        commit_segments(state, commit, commit.grad, threads=self._threads)
 
     def _preview(
         self, state: AdamState, commit: Stepped | None, preview: Stepped, wire: Tensor
     ) -> None:
-        together = commit is not None and _same_runs(commit.segments, preview.segments)
-        if commit is not None and not together:
-            self._commit(state, commit)
-        for index, (offset, length, step) in enumerate(preview.segments):
-            part, grad = state.narrow(offset, length), preview.grad.narrow(0, offset, length)
-            out = wire.narrow(0, offset, length)
-            if commit is not None and together:
-                before = commit.grad.narrow(0, offset, length)
-                pending = Pending(before, commit.segments[index].adam, commit.scale)
-                adam.commit_and_preview(
-                    part, pending, grad, step, preview.scale, out, threads=self._threads
-                )
-            else:
-                adam.preview(part, grad, step, preview.scale, out, threads=self._threads)
+        grads = (commit.grad if commit else None, preview.grad)
+        preview_segments(state, commit, preview, grads, wire, threads=self._threads)
+
+
+@final
+class StreamLane(Lane):
+    """Runs passes on the GPU: a chunk's state goes there, is stepped, and comes back.
+
+    Args:
+        device: the GPU.
+        slot_length: elements of the longest chunk.
+        grad_dtype: of gradients.
+        num_slots: chunks that can be on the GPU at once.
+    """
+
+    def __init__(
+        self, device: torch.device, slot_length: int, *, grad_dtype: torch.dtype, num_slots: int
+    ) -> None:
+        self._up, self._pass, self._down = (torch.cuda.Stream(device) for _ in range(3))
+        self._slots = deque(
+            (_Slot.empty(device, slot_length, grad_dtype), DONE) for _ in range(num_slots)
+        )
+
+    def run(
+        self,
+        state: AdamState,
+        commit: Stepped | None,
+        preview: Stepped | None,
+        targets: Sequence[Target],
+        after: Copied,
+    ) -> Ended:
+        """Queue a pass; waits until a slot on the GPU is free."""
+        slot, free = self._slots.popleft()
+        # On the host, so that passes are chosen late, by what is most urgent then.
+        free.wait()
+        n = state.length
+        here = slot.state.narrow(0, n)
+        with torch.cuda.stream(self._up):
+            after.gate()
+            for stepped, grad in ((commit, slot.committed), (preview, slot.previewed)):
+                if stepped is not None:
+                    for copied in stepped.copies:
+                        copied.gate()
+                    grad[:n].copy_(stepped.grad[:n], non_blocking=True)
+            _copy_state(here, state)
+            arrived = Event(self._up)
+        with torch.cuda.stream(self._pass):
+            arrived.gate()
+            weights = here.upper
+            if preview is not None:
+                grads = (slot.committed[:n], slot.previewed[:n])
+                preview_segments(here, commit, preview, grads, slot.wire)
+                weights = slot.wire
+            elif commit is not None:
+                commit_segments(here, commit, slot.committed[:n])
+            for target in targets:
+                part = weights.narrow(0, target.offset, target.weights.numel())
+                target.weights.copy_(part)
+            passed = Event(self._pass)
+        if commit is None:
+            self._slots.append((slot, passed))
+            return Ended(passed, passed)
+        with torch.cuda.stream(self._down):
+            passed.gate()
+            _copy_state(state, here)
+            stored = Event(self._down)
+        self._slots.append((slot, stored))
+        return Ended(passed, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Memory on the GPU for one chunk."""
+
+    state: AdamState
+    committed: Tensor
+    previewed: Tensor
+    wire: Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device, length: int, grad_dtype: torch.dtype) -> _Slot:
+        def of(dtype: torch.dtype) -> Tensor:
+            return torch.empty(length, dtype=dtype, device=device)
+
+        state = AdamState(
+            upper=of(torch.bfloat16),
+            lower=of(torch.int16),
+            m=of(torch.float32),
+            v=of(torch.float32),
+        )
+        return cls(state, of(grad_dtype), of(grad_dtype), of(torch.bfloat16))
+
+
+def _copy_state(target: AdamState, source: AdamState) -> None:
+    target.upper.copy_(source.upper, non_blocking=True)
+    target.lower.copy_(source.lower, non_blocking=True)
+    target.m.copy_(source.m, non_blocking=True)
+    target.v.copy_(source.v, non_blocking=True)
+
+
+def commit_segments(
+    state: AdamState, commit: Stepped, grad: Tensor, *, threads: int | None = None
+) -> None:
+    """Commit a step where state and gradient lie."""
+    for offset, length, step in commit.segments:
+        part = state.narrow(offset, length)
+        adam.step(part, grad.narrow(0, offset, length), step, commit.scale, threads=threads)
+
+
+def preview_segments(
+    state: AdamState,
+    commit: Stepped | None,
+    preview: Stepped,
+    grads: tuple[Tensor | None, Tensor],
+    wire: Tensor,
+    *,
+    threads: int | None = None,
+) -> None:
+    """Commit a step, if any, and preview one into `wire`; in one pass where both step alike."""
+    before, current = grads
+    together = commit is not None and _same_runs(commit.segments, preview.segments)
+    if commit is not None and before is not None and not together:
+        commit_segments(state, commit, before, threads=threads)
+    for index, (offset, length, step) in enumerate(preview.segments):
+        part, grad = state.narrow(offset, length), current.narrow(0, offset, length)
+        out = wire.narrow(0, offset, length)
+        if commit is not None and before is not None and together:
+            earlier = before.narrow(0, offset, length)
+            pending = Pending(earlier, commit.segments[index].adam, commit.scale)
+            adam.commit_and_preview(part, pending, grad, step, preview.scale, out, threads=threads)
+        else:
+            adam.preview(part, grad, step, preview.scale, out, threads=threads)
 
 
 def _same_runs(left: Sequence[Segment], right: Sequence[Segment]) -> bool:
     return [s[:2] for s in left] == [s[:2] for s in right]
+
+
+def spread(count: int, share: float) -> list[int]:
+    """Return 1 for a share of `count` places, evenly spread, and 0 for the others.
+
+    Example:
+        >>> spread(4, 0.5)
+        [0, 1, 0, 1]
+    """
+    return [int((i + 1) * share) - int(i * share) for i in range(count)]

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""Elements; chunks start at multiples, so that every view is aligned for vector loads."""
+"""Elements; chunks have multiples but for a unit's last, so that views are aligned for vectors."""
+PAGE = 2048
+"""Elements; chunks start at multiples, so that no two share a page of memory in any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Layout:
             for pieces in _cut(list(sizes.items()), max_length):
                 length = sum(piece.length for piece in pieces)
                 chunks.append(ChunkLayout(unit, begin, length, tuple(pieces)))
-                begin += _aligned(length)
+                begin += _rounded_up(length, PAGE)
         return cls(
             chunks=tuple(chunks),
             length=begin,
@@ -93,7 +95,7 @@ def _cut(sizes: Sequence[tuple[str, int]], max_length: int) -> list[list[Piece]]
     total = sum(n for _, n in sizes)
     if not total:
         return []
-    length = _aligned(math.ceil(total / math.ceil(total / max_length)))
+    length = _rounded_up(math.ceil(total / math.ceil(total / max_length)), ALIGNMENT)
     chunks: list[list[Piece]] = [[]]
     room = length
     for name, n in sizes:
@@ -109,5 +111,5 @@ def _cut(sizes: Sequence[tuple[str, int]], max_length: int) -> list[list[Piece]]
     return chunks
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT
+def _rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

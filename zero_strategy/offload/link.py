@@ -27,8 +27,13 @@ class Copied(Protocol):
 class Link(Protocol):
     """Moves data between host memory and one device."""
 
-    def pull(self, copies: Copies) -> Copied:
-        """Copy to the host what the work queued until now leaves in the sources."""
+    def pull(self, copies: Copies, after: Copied) -> Copied:
+        """Copy to the host what the work queued until now leaves in the sources.
+
+        Args:
+            copies: what to copy.
+            after: what must have ended before the targets are written to.
+        """
         ...
 
     def push(self, copies: Copies) -> Copied:
@@ -40,13 +45,16 @@ class Link(Protocol):
 class HostLink:
     """For a model in host memory: a copy is done when it returns."""
 
-    def pull(self, copies: Copies) -> Copied:
+    def pull(self, copies: Copies, after: Copied) -> Copied:
+        """Copy now."""
+        after.wait()
+        return self.push(copies)
+
+    def push(self, copies: Copies) -> Copied:
         """Copy now."""
         for target, source in copies:
             target.copy_(source)
         return DONE
-
-    push = pull
 
 
 @final
@@ -62,33 +70,38 @@ class CudaLink:
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
 
-    def pull(self, copies: Copies) -> Copied:
+    def pull(self, copies: Copies, after: Copied) -> Copied:
         """Queue copies behind what the current stream has queued."""
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
+            after.gate()
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._down)
-            return _Event(self._down)
+            return Event(self._down)
 
     def push(self, copies: Copies) -> Copied:
         """Queue copies behind the earlier ones of this direction."""
         with torch.cuda.stream(self._up):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            return _Event(self._up)
+            return Event(self._up)
 
 
 @final
-class _Event:
+class Event(Copied):
+    """The end of what a CUDA stream has queued until now."""
+
     def __init__(self, stream: Any) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def wait(self) -> None:
+        """Block until it is reached."""
         self._event.synchronize()
 
     def gate(self) -> None:
+        """Let what the current stream queues from now on start after it."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -102,6 +115,24 @@ class _Done:
 
 
 DONE: Copied = _Done()
+
+
+@final
+class Several(Copied):
+    """The end of several."""
+
+    def __init__(self, copied: Sequence[Copied]) -> None:
+        self._copied = tuple(copied)
+
+    def wait(self) -> None:
+        """Block until all are done."""
+        for copied in self._copied:
+            copied.wait()
+
+    def gate(self) -> None:
+        """Let what is queued from now on start after all."""
+        for copied in self._copied:
+            copied.gate()
 
 
 def link_for(device: torch.device) -> Link:
