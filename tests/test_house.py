@@ -38,6 +38,7 @@ LIGHTNING_FILES = {
     "zero_strategy/precision.py",
     "zero_strategy/monitor.py",
     "zero_strategy/ema.py",
+    "zero_strategy/events.py",
     "zero_strategy/data/module.py",
 }
 LIGHTNING_WHEN_CALLED = {"zero_strategy/autoload.py"}

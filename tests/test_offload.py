@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tests import lit
 from tests.ranks import ranks
-from zero_strategy import OffloadConfig, ZeroStrategy
+from zero_strategy import OffloadConfig, ShardedEMA, ZeroStrategy
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
 
@@ -226,6 +226,46 @@ def test_a_resumed_offloaded_run_goes_on_bit_for_bit(world_size: int, tmp_path: 
         assert losses == want_losses[4:]
         for name, master in want.items():
             assert torch.equal(state[name], master), name
+
+
+class Averages(lit.pl.Callback):
+    """The average by definition, from the fp32 weights after each step."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.means = {n: local(t).clone() for n, t in trainer.strategy.masters().items()}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for name, master in trainer.strategy.masters().items():
+            self.means[name].lerp_(local(master), 1 - 0.7)
+
+
+def _average() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[float]]:
+    average, definition = ShardedEMA(decay=0.7), Averages()
+    module = Lit()
+    options = _options(3, 1, 0.5) | {"callbacks": [definition, average], "val_check_interval": 3}
+    run = lit.trainer("zero3_offload", **options)
+    run.fit(module, lit.loader(), lit.loader(24))
+    means = {n: local(t) for n, t in average.average.items()}
+    masters = {n: local(t) for n, t in run.strategy.masters().items()}
+    return means, definition.means, masters, module.losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_average_is_of_fp32_masters_and_evaluating_it_leaves_no_trace(world_size: int) -> None:
+    expected = on_device(3, 1, 0.5, world_size)
+    outcomes = ranks(world_size).run(_average)
+    for (means, want_means, masters, losses), (want_losses, want) in zip(
+        outcomes, expected, strict=True
+    ):
+        assert means.keys() == want_means.keys() == masters.keys()
+        for name, mean in want_means.items():
+            assert torch.equal(means[name], mean), name
+            assert torch.equal(masters[name], want[name]), name
+        # The losses of validation are among those noted.
+        assert [loss for loss in losses if loss in want_losses] == want_losses
 
 
 # What goes wrong.

@@ -50,11 +50,12 @@ class OffloadConfig:
     grad_dtype: GradDtype = "auto"
     """Of gradients on their way to the host: "auto" takes bf16 where nothing is rounded by it (one
     rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
-    stream_share: float = 0.5
+    stream_share: float = 0.0
     """Share of the state that is stepped on the GPU, through which it is streamed; the host's cores
-    step the rest. Without a GPU they step all."""
+    step the rest. Without a GPU they step all. 0, because measured slower so far."""
     threads: int | None = None
-    """Of a pass over the state; None takes one per core of this rank's share."""
+    """Of a pass over the state; None takes this rank's share of the cores but two, which queue the
+    device's work and the copies."""
     chunk_elements: int = 16 << 20
     """Parameters that are copied and stepped together, a multiple of 64."""
 

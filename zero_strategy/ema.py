@@ -1,6 +1,6 @@
 """Exponential moving average of sharded weights, kept as shards."""
 
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +11,7 @@ from typing_extensions import override
 from zero_strategy.checkpoint.state import copy_whole
 from zero_strategy.checkpoint.trainer_state import Stored
 from zero_strategy.gradient import local
+from zero_strategy.protocols import HoldsMasters
 
 _KEY = "ShardedEMA"
 
@@ -25,7 +26,8 @@ class ShardedEMA(Callback):
     Args:
         decay: share of the old average kept per optimizer step, in [0, 1).
     Raises: ValueError: decay is no number in that range.
-    Cost: 4 bytes per parameter of this rank's shard in fp32; no collective.
+    Cost: 4 bytes per parameter of this rank's shard in fp32; no collective. Under offload each
+        update waits until the step is committed, which gives up its overlap.
 
     Example:
         >>> trainer = lightning.Trainer(strategy="zero3", callbacks=[ShardedEMA(decay=0.999)])
@@ -71,13 +73,16 @@ class ShardedEMA(Callback):
     @torch.no_grad()
     def swap(self, module: pl.LightningModule) -> None:
         """Exchange the module's weights and their average, in place. A second call undoes it."""
-        weights = dict(module.named_parameters())
+        masters = _masters(module)
+        weights = {**dict(module.named_parameters()), **masters}
         self._swapped = not self._swapped
         for name, mean in self.average.items():
             here, there = local(weights[name].detach()), local(mean)
             kept = here.clone()
             here.copy_(there)
             there.copy_(kept)
+        if masters:
+            cast(HoldsMasters, module.trainer.strategy).write_masters(masters)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,7 +125,7 @@ class ShardedEMA(Callback):
         stored = checkpoint.get("sharded_state", {}).get(_KEY)
         if stored is None:
             return
-        weights = dict(pl_module.named_parameters())
+        weights = {**dict(pl_module.named_parameters()), **_masters(pl_module)}
         self.average = {n: torch.empty_like(weights[n]).detach() for n in stored}
         if isinstance(stored, Stored):
             stored.fill(self.average)
@@ -130,4 +135,10 @@ class ShardedEMA(Callback):
 
 
 def _trained(module: pl.LightningModule) -> dict[str, Tensor]:
-    return {n: p for n, p in module.named_parameters() if p.requires_grad}
+    weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    return {**weights, **_masters(module)}
+
+
+def _masters(module: pl.LightningModule) -> dict[str, Tensor]:
+    strategy = module.trainer.strategy
+    return strategy.masters() if isinstance(strategy, HoldsMasters) else {}

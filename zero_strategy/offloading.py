@@ -9,6 +9,7 @@ know.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -70,7 +71,7 @@ class Offloading:
         self._grad_dtype = torch.float32 if exact else torch.bfloat16
         sizes = _unit_sizes(module, units, mesh)
         self._layout = Layout.of(sizes, config.chunk_elements)
-        self._threads = config.threads
+        self._threads = config.threads or _default_threads()
         self._stream_share = config.stream_share
         self._state = HostState(self._layout)
         self._engine: OffloadEngine | None = None
@@ -340,6 +341,13 @@ def check_offload(*, manual_optimization: bool, precision: str) -> None:
         )
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _default_threads() -> int:
+    """This rank's cores but for two, where threads queue the device's work and copies."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // ranks - 2)
 
 
 def _unit_sizes(module: nn.Module, units: Units, mesh: DeviceMesh) -> dict[str, dict[str, int]]:

@@ -32,6 +32,19 @@ class TellsPlan(Protocol):
 
 
 @runtime_checkable
+class HoldsMasters(Protocol):
+    """A strategy whose trained weights may be more exact than what the module holds."""
+
+    def masters(self) -> dict[str, Tensor]:
+        """Copies of the weights that the module holds rounded, by parameter name; may be none."""
+        ...
+
+    def write_masters(self, masters: dict[str, Tensor]) -> None:
+        """Replace such weights, and what the module holds of them."""
+        ...
+
+
+@runtime_checkable
 class TellsSaves(Protocol):
     """A strategy that knows what its last save wrote and how long it took."""
 

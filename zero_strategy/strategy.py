@@ -464,6 +464,18 @@ class ZeroStrategy(DDPStrategy):
         join_after_exception(self._control)
         super().barrier(*args, **kwargs)
 
+    def masters(self) -> dict[str, Tensor]:
+        """Copies of the fp32 weights that lie in host memory, by parameter name; none elsewhere.
+
+        Cost: under offload, waits until every step is committed.
+        """
+        return self.sharded.offloading.masters() if self.sharded.offloading else {}
+
+    def write_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Replace weights that lie in host memory, and the module's rounded ones."""
+        if self.sharded.offloading:
+            self.sharded.offloading.write_masters(masters)
+
     # Checkpoints.
 
     def _names(self) -> dict[int, str]:
@@ -481,9 +493,7 @@ class ZeroStrategy(DDPStrategy):
         if sys.exc_info()[0] is None:
             self.sharded.sync_buffers()
         tensors, extra = state.model_state(self._module)
-        if self.sharded.offloading:
-            tensors |= self.sharded.offloading.masters()
-        return {**tensors, **extra}
+        return {**tensors, **self.masters(), **extra}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -531,11 +541,9 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.sharded.reshard()
-        offloading = self.sharded.offloading
-        masters = offloading.masters() if offloading else {}
+        masters = self.masters()
         trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
-        if offloading:
-            offloading.write_masters(masters)
+        self.write_masters(masters)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

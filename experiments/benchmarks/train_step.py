@@ -77,7 +77,14 @@ class TrainStep:
     def quick(self) -> Self:
         """Return the same with a tiny model and few steps."""
         return dataclasses.replace(
-            self, batch_size=2, seq_len=16, rounds=1, warmup_steps=1, steps=3, tiny=True
+            self,
+            batch_size=2,
+            seq_len=16,
+            rounds=1,
+            warmup_steps=1,
+            steps=3,
+            processes=1,
+            tiny=True,
         )
 
     @property
@@ -212,7 +219,7 @@ class TrainStep:
         tokens = workload.tokens_per_step * launcher.num_ranks
         step_s = [s for report in reports for s in report["step_s"]]
         speeds = [tokens / s for s in step_s]
-        turns = f"turns of each of {self.processes} processes side by side, each"
+        turns = f"turns of each of {self.processes} processes a system, side by side, each"
         rounds = turns if self.in_turns else "rounds"
         note = (
             f"{self.rounds} {rounds} of {self.steps} steps after {self.warmup_steps}; "
