@@ -1,5 +1,7 @@
 """`zero*_offload` beside sharded fp32 masters on the device, bit for bit, and what it refuses."""
 
+import contextlib
+import threading
 from functools import cache
 from typing import Any
 
@@ -266,6 +268,127 @@ def test_the_average_is_of_fp32_masters_and_evaluating_it_leaves_no_trace(world_
             assert torch.equal(masters[name], want[name]), name
         # The losses of validation are among those noted.
         assert [loss for loss in losses if loss in want_losses] == want_losses
+
+
+# Runs that are not plain.
+
+
+class Reuses(Lit):
+    """Runs one block twice in each forward."""
+
+    def forward(self, token_BT: Tensor) -> Tensor:
+        gpt = self.gpt
+        x_BTH = gpt.embed(token_BT)
+        cos, sin = gpt.rotary(x_BTH.shape[1], torch.bfloat16)
+        for index in (0, 1, 0, 2):
+            x_BTH = gpt.layers[index](x_BTH, cos, sin)
+        return gpt.head(gpt.norm(x_BTH))
+
+
+class MasterReuses(Reuses):
+    optimizer_class = MasterAdamW
+
+
+def _reuse(name: str, accumulate: int) -> tuple[list[float], dict[str, Tensor]]:
+    module = Reuses() if "offload" in name else MasterReuses()
+    run = lit.trainer(name, **_options(3, accumulate, 0.5))
+    run.fit(module, lit.loader())
+    if "offload" in name:
+        return module.losses, {n: local(t) for n, t in run.strategy.masters().items()}
+    names = {id(p): n for n, p in module.named_parameters()}
+    leaves: Any = run.optimizers[0].leaves
+    return module.losses, {
+        names[id(p)]: leaf.detach()[: local(p).numel()].view_as(local(p))
+        for p, leaf in leaves.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_block_that_runs_twice_in_a_forward_is_stepped_once_by_the_sum(
+    accumulate: int, world_size: int
+) -> None:
+    outcomes = ranks(world_size).run(_reuse, "zero3_offload", accumulate)
+    expected = ranks(world_size).run(_reuse, "zero3", accumulate)
+    for (losses, masters), (want_losses, want) in zip(outcomes, expected, strict=True):
+        assert losses == want_losses
+        for name, master in want.items():
+            assert torch.equal(masters[name], master), name
+
+
+def _fit_often() -> tuple[int, bool, str]:
+    module = Lit()
+    for _ in range(3):
+        lit.trainer("zero3_offload", **_options(3, 1, 0.5) | {"max_steps": 2}).fit(
+            module, lit.loader()
+        )
+    threads = sum(t.name == "offload-lane" for t in threading.enumerate())
+    try:
+        lit.trainer("zero3", **_options(3, 1, 0.5)).fit(module, lit.loader())
+    except ValueError as error:
+        return (
+            threads,
+            all(torch.isfinite(p).all() for p in map(local, module.parameters())),
+            str(error),
+        )
+    return threads, False, "not refused"
+
+
+def test_fits_leave_no_thread_and_a_module_keeps_its_offload() -> None:
+    threads, finite, message = ranks(1).run(_fit_often)[0]
+    assert threads == 0
+    assert finite
+    assert "sharded by an earlier run with other ranks, another precision or another" in message
+
+
+def _interrupt(path: str) -> bool:
+    module = Lit()
+    kept: list[dict[str, Tensor]] = []
+
+    class Break(lit.pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            kept.append(_state(trainer, module))
+
+        def on_after_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise ZeroDivisionError
+
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    run = lit.trainer("zero3_offload", **_options(3, 1, 0.5) | {"callbacks": [Break()]})
+    with contextlib.suppress(ZeroDivisionError):
+        run.fit(module, lit.loader())
+    saved = _state(run, module)
+    return len(kept) == 3 and all(torch.equal(saved[n], v) for n, v in kept[-1].items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_exception_after_the_backward_saves_the_last_whole_step(
+    world_size: int, tmp_path: Any
+) -> None:
+    assert all(ranks(world_size).run(_interrupt, str(tmp_path / "a.ckpt")))
+
+
+def _unfreeze() -> str:
+    class Later(lit.pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.sometimes)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.sometimes, optimizer)
+
+    options = _options(3, 1, 0.5) | {"max_steps": 60, "callbacks": [Later()]}
+    try:
+        lit.trainer("zero3_offload", **options).fit(Lit(), lit.loader(24))
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_parameter_that_thaws_after_set_up_is_refused_by_name() -> None:
+    assert "sometimes.weight is trained but was frozen" in ranks(1).run(_unfreeze)[0]
 
 
 # What goes wrong.

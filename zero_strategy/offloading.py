@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.blocks import Units, owners, parameter_names
 from zero_strategy.config import OffloadConfig
+from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
 from zero_strategy.kernels.adam import AdamStep, split
 from zero_strategy.offload.engine import Hyper, OffloadEngine
@@ -75,8 +77,10 @@ class Offloading:
         self._stream_share = config.stream_share
         self._state = HostState(self._layout)
         self._engine: OffloadEngine | None = None
-        self._optimizers: dict[str, tuple[Optimizer, dict[str, Any]]] = {}
-        self._scale: float | None = None
+        self._optimizers: list[Optimizer] = []
+        self._names: dict[int, str] = {}
+        self._forwards: dict[str, int] = {}
+        self._scale = 1.0
         self._clip_rate = 0.0
         self._decided = False
         self._reduced: Tensor | None = None
@@ -149,18 +153,29 @@ class Offloading:
             spare_slots=max(2, len(layout.chunks) // 5),
             pinned=pinned,
         )
+        unit_of = {p.name: c.unit for c in layout.chunks for p in c.pieces}
+        unit_of |= {name: ROOT for name in parameters if name not in unit_of}  # empty shards
         for name, parameter in parameters.items():
             num_padded = _rows_per_rank(parameter.shape, self._mesh) * math.prod(
                 parameter.shape[1:]
             )
-            parameter.register_post_accumulate_grad_hook(self._taker(name, num_padded))
+            taker = self._taker(unit_of[name], name, num_padded)
+            parameter.register_post_accumulate_grad_hook(taker)
         for name, unit in {ROOT: root, **units}.items():
             assert isinstance(unit, FSDPModule), "units are sharded before the engine starts"
             unit.register_forward_pre_hook(self._fetcher(name), prepend=True)
             unit.set_all_reduce_hook(self._tap)
 
     def _fetcher(self, unit: str) -> Callable[..., None]:
-        return lambda *_: self.engine.fetch(unit)
+        def fetch(*_: object) -> None:
+            self.engine.fetch(unit)
+            self._forwards[unit] = self._forwards.get(unit, 0) + 1
+
+        return fetch
+
+    def begin_step(self) -> None:
+        """Before the forward of a micro-batch."""
+        self._forwards.clear()
 
     def _tap(self, reduced: Tensor) -> None:
         """Keep a unit's gradients as they were reduced: what follows rounds them to bf16.
@@ -170,7 +185,7 @@ class Offloading:
         """
         self._reduced, self._taken = reduced, 0
 
-    def _taker(self, name: str, num_padded: int) -> Callable[[Tensor], None]:
+    def _taker(self, unit: str, name: str, num_padded: int) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None, "hooks run where a gradient was accumulated"
             assert self._reduced is not None, "FSDP2 reduced the unit's gradients first"
@@ -178,7 +193,9 @@ class Offloading:
             parameter.grad = None
             grad = self._reduced.narrow(0, self._taken, num_own)
             self._taken += num_padded
-            self.engine.receive(name, grad, self._hyper, last=self.last)
+            # A unit that ran several times may be reduced as often, its last time unknown.
+            once = self._forwards.get(unit, 0) <= 1
+            self.engine.receive(name, grad, self._hyper, last=self.last and once)
 
         return take
 
@@ -191,30 +208,30 @@ class Offloading:
         problems = [p for optimizer in optimizers for p in _optimizer_problems(optimizer)]
         if problems:
             raise ValueError("\n".join(problems))
-        names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
-        self._optimizers = {}
+        self._names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
+        self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._optimizers[names[id(parameter)]] = (optimizer, group)
             optimizer.register_step_post_hook(lambda *_: self._step())
-        missing = [n for n in self._optimizers if n not in self._layout.sizes]
-        if missing:
-            raise ValueError(
-                f"{missing[0]} is stepped by the optimizer but was frozen when the strategy set "
-                "up: must require a gradient then to be offloaded. Freeze it later, in "
-                "on_fit_start, or train without offload."
-            )
+        self._hyper()
+        self.abandon()
         self.engine.reset()
 
     def _hyper(self) -> Hyper:
-        steps = self.engine.steps
-        return {
-            name: _adam_step(*self._optimizers[name], steps[name] + 1)
-            if name in self._optimizers
-            else None
-            for name in self._layout.sizes
-        }
+        """Read the optimizers' groups, which schedulers change and callbacks add to."""
+        hyper: dict[str, AdamStep | None] = dict.fromkeys(self._layout.sizes)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self._names[id(parameter)]
+                    if name in hyper:
+                        hyper[name] = _adam_step(optimizer, group, self.engine.steps[name] + 1)
+                    elif parameter.requires_grad:
+                        raise ValueError(
+                            f"{name} is trained but was frozen when the strategy set up: must "
+                            "require a gradient then to be offloaded. Freeze it later, in "
+                            "on_fit_start, or train without offload."
+                        )
+        return hyper
 
     # The step.
 
@@ -225,33 +242,36 @@ class Offloading:
             dist.all_reduce(square, group=self._mesh.get_group())
         return square.sqrt().float()
 
-    def clip(self, max_norm: float) -> bool:
-        """Decide the step's scale, and whether it is made at all.
+    def clip(self, max_norm: float) -> None:
+        """Decide the step's scale.
 
         Args:
             max_norm: bound of the global norm; 0 for none.
 
-        Returns: whether the norm is finite; the step is dropped where it is not.
+        Raises:
+            NonFiniteGradientError: the norm is not finite; the step is dropped.
 
         Cost: one host sync, one all-reduce of 8 bytes.
         """
         self.grad_norm = norm = self.norm().cpu()
-        self._decided = True
         if not math.isfinite(float(norm)):
-            self._scale = None
-            self._step()
-            return False
+            step = max(self.engine.steps.values(), default=0) + 1
+            self.abandon()
+            raise NonFiniteGradientError(
+                f"gradient norm = {float(norm)} at optimizer step {step}: must be finite. No "
+                "weight was changed by this step. Lower the learning rate, or check the batch."
+            )
+        self._decided = True
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else 1.0
         self._scale = float(scale)
-        return True
 
     def _step(self) -> None:
-        if not self._decided and not self.clip(0.0):
-            return
+        if not self._decided:
+            self.clip(0.0)
         self._decided = False
         self.engine.seal(self._scale, self._hyper())
-        clipped = self._scale is not None and self._scale < 1
+        clipped = self._scale < 1
         self._clip_rate += (clipped - self._clip_rate) / _CLIP_STEPS
         # Where most steps are clipped, a preview with scale 1 is work for nothing.
         self.engine.mode = "late" if self._clip_rate > _CLIP_OFTEN else "deferred"
@@ -263,9 +283,20 @@ class Offloading:
         self._decided = False
         self.engine.seal(None, self._hyper())
 
+    def _settle(self) -> None:
+        """Have the state as of the last step, also for a save after an exception."""
+        if sys.exc_info()[0] is not None:
+            self.abandon()
+        self.engine.flush()
+
+    def pause(self) -> None:
+        """End the workers until the next run; what they still had to do is done."""
+        self.abandon()
+        self.engine.close()
+
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 weights, sharded as their parameters are."""
-        self.engine.flush()
+        self._settle()
         return {n: self._as_shard(n, self._state.master(n)) for n in self.names}
 
     def write_masters(self, masters: Mapping[str, Tensor]) -> None:
@@ -277,10 +308,11 @@ class Offloading:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, as the optimizer itself would hold it."""
-        self.engine.flush()
+        self._settle()
         state: dict[str, Any] = {}
-        for name, (owner, _) in self._optimizers.items():
-            if owner is optimizer and self.engine.steps[name]:
+        owned = {self._names[id(p)] for g in optimizer.param_groups for p in g["params"]}
+        for name in self.names:
+            if name in owned and self.engine.steps[name]:
                 m, v = self._state.moments(name)
                 state[name] = {
                     "step": torch.tensor(float(self.engine.steps[name])),
@@ -292,9 +324,8 @@ class Offloading:
     def write_optimizer_state(self, optimizer: Optimizer) -> None:
         """Take over the state that was loaded into an optimizer, and leave it empty."""
         self.engine.flush()
-        names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
         for parameter, slots in optimizer.state.items():
-            name = names[id(parameter)]
+            name = self._names[id(parameter)]
             self.engine.steps[name] = int(slots["step"])
             moments = (local(slots[k]).flatten().float().cpu() for k in ("exp_avg", "exp_avg_sq"))
             self._state.write_moments(name, *moments)
@@ -366,6 +397,11 @@ def _unit_sizes(module: nn.Module, units: Units, mesh: DeviceMesh) -> dict[str, 
 
 def _shard_size(shape: torch.Size, mesh: DeviceMesh) -> int:
     """Elements of this rank's part, cut along the first dim as `torch.chunk` cuts."""
+    if not shape:
+        raise ValueError(
+            "a trained parameter of shape () cannot be sharded: must have at least one dim. Make "
+            "it a tensor of shape (1,)."
+        )
     rows = _rows_per_rank(shape, mesh)
     own = min(max(shape[0] - mesh.get_local_rank() * rows, 0), rows)
     return own * math.prod(shape[1:])

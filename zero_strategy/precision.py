@@ -214,14 +214,8 @@ class ZeroPrecision(Precision):
             )
         self._unclipped = None
         self._norms_seen += 1
-        finite = offloading.clip(float(clip_val))
+        offloading.clip(float(clip_val))
         self._grad_norm = offloading.grad_norm
-        if not finite:
-            raise NonFiniteGradientError(
-                f"gradient norm = {float(self._grad_norm or 0.0)} at optimizer step "
-                f"{self._norms_seen}: must be finite. No weight was changed by this step. Lower "
-                "the learning rate, or check the batch."
-            )
 
     def _judge(self, norm: Tensor, optimizer: Optimizer) -> None:
         self._norms_seen += 1

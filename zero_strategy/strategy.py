@@ -292,11 +292,13 @@ class ZeroStrategy(DDPStrategy):
         sharded: Sharded | None = vars(module).get(_SHARDED_ATTRIBUTE)
         if sharded is None:
             return None
-        if not same_mesh(sharded.mesh, self.mesh) or sharded.policy != self.zero_precision.policy:
+        same_policy = sharded.policy == self.zero_precision.policy
+        same_offload = (sharded.offloading is None) == (self.config.offload is None)
+        if not (same_mesh(sharded.mesh, self.mesh) and same_policy and same_offload):
             raise ValueError(
-                "the module was sharded by an earlier run with other ranks or another precision: "
-                "must be the same within one process. Save a checkpoint and load it into a new "
-                "module."
+                "the module was sharded by an earlier run with other ranks, another precision or "
+                "another offload: must be the same within one process. Save a checkpoint and load "
+                "it into a new module."
             )
         self.checks = {"units": f"{sharded.unit_classes}, sharded by an earlier run"}
         return sharded
@@ -409,6 +411,8 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sharded.offloading:
+            self.sharded.offloading.begin_step()
         with self._sharded_after_exception(), self._backward_as(IN_STEP):
             output = super().training_step(*args, **kwargs)
         if not self._module.automatic_optimization:
@@ -564,6 +568,8 @@ class ZeroStrategy(DDPStrategy):
         assert self.cluster_environment is not None, "set up before teardown"
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
+        if self._sharded is not None and self._sharded.offloading:
+            self._sharded.offloading.pause()
         if self.accelerator is not None:
             self.accelerator.teardown()
 

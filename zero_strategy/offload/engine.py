@@ -203,12 +203,20 @@ class OffloadEngine:
         self._changed = threading.Condition()
         self._flushing = False
         self._starved = False
-        self._closed = False
+        self._closed = True
+        self._workers: list[threading.Thread] = []
         self._failure: BaseException | None = None
-        for queue in self._lanes:
-            threading.Thread(
-                target=self._work, args=(queue,), name="offload-lane", daemon=True
-            ).start()
+
+    def _ensure_workers(self) -> None:
+        """Start a thread per lane, unless they run."""
+        if self._closed:
+            self._closed = False
+            self._workers = [
+                threading.Thread(target=self._work, args=(queue,), name="offload-lane", daemon=True)
+                for queue in self._lanes
+            ]
+            for worker in self._workers:
+                worker.start()
 
     # Backward.
 
@@ -224,6 +232,7 @@ class OffloadEngine:
         Cost: no host sync; waits for the lane when all spare slots are taken.
         """
         if self._current is None:
+            self._ensure_workers()
             self._current = _Step(hyper())
         if self._current.hyper[name] is None:
             return
@@ -407,11 +416,15 @@ class OffloadEngine:
         self.steps = dict.fromkeys(self.layout.sizes, 0)
 
     def close(self) -> None:
-        """Commit every step and end the worker."""
-        self.flush()
+        """Commit every step and end the workers, which the next gradient starts again."""
+        if self._failure is None:
+            self.flush()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
 
     # The worker.
 
