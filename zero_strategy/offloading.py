@@ -27,7 +27,8 @@ from zero_strategy.config import OffloadConfig
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
 from zero_strategy.kernels.adam import AdamStep, split
-from zero_strategy.offload.engine import Hyper, OffloadEngine
+from zero_strategy.offload.chunk import Hyper
+from zero_strategy.offload.engine import OffloadEngine
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane, spread
 from zero_strategy.offload.layout import Layout

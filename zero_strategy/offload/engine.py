@@ -20,21 +20,28 @@ of ZeRO-Offload (arXiv:2101.06840) without its staleness.
 
 from __future__ import annotations
 
-import heapq
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from zero_strategy.kernels.adam import AdamState, AdamStep
+from zero_strategy.offload.chunk import (
+    Chunk,
+    Gradient,
+    Hyper,
+    LaneQueue,
+    Pass,
+    Step,
+    segments_of,
+    targets_of,
+)
 from zero_strategy.offload.host import HostState, SlotPool
-from zero_strategy.offload.lanes import Ended, Lane, Segment, Stepped, Target
-from zero_strategy.offload.layout import ChunkLayout, Layout
-from zero_strategy.offload.link import DONE, Copied, Link, Several
+from zero_strategy.offload.lanes import Ended, Lane, Stepped
+from zero_strategy.offload.layout import Layout
+from zero_strategy.offload.link import Copied, Link, Several
 
 Mode = Literal["deferred", "late", "staged"]
 """How a gradient is met whose step's norm is not yet known; all three leave the same bits.
@@ -42,105 +49,6 @@ Mode = Literal["deferred", "late", "staged"]
 deferred: preview with scale 1 at arrival, and commit the step before in the same pass.
 late: commit the step before, and preview once the norm is known: for steps that are clipped.
 staged: as late, but step in one pass once the norm is known."""
-
-Hyper = Mapping[str, "AdamStep | None"]
-"""Parameter -> hyperparameters of its next step; None where no optimizer steps it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """One optimizer step, as its chunks share it."""
-
-    hyper: Hyper
-    scale: float | None = None
-    sealed: bool = False
-    """The scale is decided; None drops the step."""
-
-    @property
-    def dropped(self) -> bool:
-        return self.sealed and self.scale is None
-
-
-@dataclass(slots=True, eq=False)
-class _Gradient:
-    """A chunk's gradient of one step, in host memory."""
-
-    step: _Step
-    slot: Tensor
-    free: Copied
-    """The end of what read the slot before."""
-    names: set[str] = field(default_factory=set)
-    copies: list[Copied] = field(default_factory=list)
-    segments: tuple[Segment, ...] = ()
-    sent: tuple[float, Sequence[Segment]] | None = None
-    """What its last preview was computed with."""
-
-    def stepped(self, scale: float) -> Stepped:
-        return Stepped(self.slot, self.segments, scale, self.copies)
-
-    def decided(self) -> Stepped:
-        assert self.step.scale is not None, "committed once it is decided"
-        return self.stepped(self.step.scale)
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the accelerator has, or is being sent, what was decided."""
-        return self.step.sealed and self.sent == (self.step.scale, self.segments)
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    layout: ChunkLayout
-    index: int
-    state: AdamState
-    targets: tuple[tuple[str, Target], ...]
-    lane: _LaneQueue
-    filling: _Gradient | None = None
-    arriving: _Gradient | None = None
-    pending: _Gradient | None = None
-    wired: Copied = DONE
-    """The last weights that were sent."""
-    stored: Copied = DONE
-    """The last pass's end in host memory."""
-    busy: bool = False
-
-    @property
-    def is_sent(self) -> bool:
-        return self.arriving is None and (self.pending is None or self.pending.is_final)
-
-
-@dataclass(slots=True, eq=False)
-class _LaneQueue:
-    """A lane, and the chunks that it is to look at."""
-
-    lane: Lane
-    urgent: list[tuple[int, _Chunk]] = field(default_factory=list)
-    """Those whose weights a forward waits for, by its order."""
-    arrived: deque[_Chunk] = field(default_factory=deque)
-    idle: deque[_Chunk] = field(default_factory=deque)
-    """Those with a step to commit."""
-
-    def __bool__(self) -> bool:
-        return bool(self.urgent or self.arrived or self.idle)
-
-    def pop(self) -> _Chunk:
-        """Return the most urgent chunk."""
-        if self.urgent:
-            return heapq.heappop(self.urgent)[1]
-        return (self.arrived or self.idle).popleft()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
-    """What to do next with a chunk."""
-
-    chunk: _Chunk
-    commit: _Gradient | None = None
-    preview: _Gradient | None = None
-    scale: float = 1.0
-    """Of the preview."""
-    send: bool = False
-    """Send the committed weights."""
 
 
 @final
@@ -181,22 +89,22 @@ class OffloadEngine:
         """Parameter -> optimizer steps it has taken."""
         self.num_redone = 0
         """Previews that were repeated with another scale."""
-        self._lanes = [_LaneQueue(lane) for lane in lanes]
+        self._lanes = [LaneQueue(lane) for lane in lanes]
         self._link = link
         self._grad_dtype = grad_dtype
         num_slots = len(layout.chunks) + max(1, spare_slots)
         self._slots = SlotPool(num_slots, layout.slot_length, grad_dtype, pinned=pinned)
         self._chunks = [
-            _Chunk(c, index, state.chunk(c), _targets(c, weights), self._lanes[lane_of[index]])
+            Chunk(c, index, state.chunk(c), targets_of(c, weights), self._lanes[lane_of[index]])
             for index, c in enumerate(layout.chunks)
         ]
-        self._of_unit: dict[str, list[_Chunk]] = defaultdict(list)
-        self._of_parameter: dict[str, list[_Chunk]] = defaultdict(list)
+        self._of_unit: dict[str, list[Chunk]] = defaultdict(list)
+        self._of_parameter: dict[str, list[Chunk]] = defaultdict(list)
         for chunk in self._chunks:
             self._of_unit[chunk.layout.unit].append(chunk)
             for piece in chunk.layout.pieces:
                 self._of_parameter[piece.name].append(chunk)
-        self._current: _Step | None = None
+        self._current: Step | None = None
         self._sums: dict[str, Tensor] = {}
         self._received: set[str] = set()
         self._squares: list[Tensor] = []
@@ -233,7 +141,7 @@ class OffloadEngine:
         """
         if self._current is None:
             self._ensure_workers()
-            self._current = _Step(hyper())
+            self._current = Step(hyper())
         if self._current.hyper[name] is None:
             return
         if not last or name in self._sums:
@@ -242,7 +150,7 @@ class OffloadEngine:
         if last:
             self._deliver(self._current, name, self._sums.pop(name, grad))
 
-    def _deliver(self, step: _Step, name: str, grad: Tensor) -> None:
+    def _deliver(self, step: Step, name: str, grad: Tensor) -> None:
         """Send a parameter's whole gradient of a step on its way."""
         assert name not in self._received, f"{name}: two gradients in one micro-batch"
         self._received.add(name)
@@ -252,9 +160,9 @@ class OffloadEngine:
         for chunk in self._of_parameter[name]:
             self._fill(chunk, step, name, grad)
 
-    def _fill(self, chunk: _Chunk, step: _Step, name: str, grad: Tensor) -> None:
+    def _fill(self, chunk: Chunk, step: Step, name: str, grad: Tensor) -> None:
         if chunk.filling is None:
-            chunk.filling = _Gradient(step, *self._take_slot())
+            chunk.filling = Gradient(step, *self._take_slot())
         gradient = chunk.filling
         gradient.copies.append(
             self._link.pull(
@@ -285,10 +193,10 @@ class OffloadEngine:
             self._raise_failure()
             return self._slots.take()
 
-    def _arrive(self, chunk: _Chunk) -> None:
+    def _arrive(self, chunk: Chunk) -> None:
         gradient, chunk.filling = chunk.filling, None
         assert gradient is not None, "something has arrived"
-        gradient.segments = _segments(chunk.layout, gradient)
+        gradient.segments = segments_of(chunk.layout, gradient)
         with self._changed:
             chunk.arriving = gradient
             self._queue(chunk)
@@ -339,7 +247,7 @@ class OffloadEngine:
                 gradient = chunk.arriving or chunk.pending
                 if gradient is not None and gradient.step is step:
                     if changed:
-                        gradient.segments = _segments(chunk.layout, gradient)
+                        gradient.segments = segments_of(chunk.layout, gradient)
                     self._queue(chunk)
             self._changed.notify_all()
         if scale is not None:
@@ -359,10 +267,10 @@ class OffloadEngine:
         chunks = self._of_unit[unit]
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or all(c.is_sent or _undecided(c) for c in chunks)
+                lambda: self._failure or all(c.is_sent or c.is_undecided for c in chunks)
             )
             self._raise_failure()
-            if any(_undecided(c) for c in chunks):
+            if any(c.is_undecided for c in chunks):
                 raise RuntimeError(
                     f"{unit}: a forward between the last backward and the optimizer step: must "
                     "come after the step. Step the optimizer first."
@@ -428,7 +336,7 @@ class OffloadEngine:
 
     # The worker.
 
-    def _queue(self, chunk: _Chunk) -> None:
+    def _queue(self, chunk: Chunk) -> None:
         """Note a chunk where the worker looks next. Under the lock."""
         arriving, pending = chunk.arriving, chunk.pending
         if chunk.busy:
@@ -436,17 +344,17 @@ class OffloadEngine:
         if arriving is not None and not arriving.step.sealed:
             if self.mode == "deferred" or pending is not None:
                 chunk.lane.arrived.append(chunk)
-        elif not chunk.is_sent and not _undecided(chunk):
-            heapq.heappush(chunk.lane.urgent, (chunk.index, chunk))
+        elif not chunk.is_sent and not chunk.is_undecided:
+            chunk.lane.hurry(chunk)
         elif pending is not None and pending.step.sealed and self._commits_early(chunk):
             chunk.lane.idle.append(chunk)
 
-    def _commits_early(self, chunk: _Chunk) -> bool:
+    def _commits_early(self, chunk: Chunk) -> bool:
         """Whether a decided step is committed without waiting for the chunk's next gradient."""
         starved = self._starved and chunk.filling is not None
         return self._flushing or self.mode != "deferred" or starved
 
-    def _next(self, queue: _LaneQueue) -> _Pass | None:
+    def _next(self, queue: LaneQueue) -> Pass | None:
         """Choose a pass. Under the lock."""
         while queue:
             chunk = queue.pop()
@@ -454,7 +362,7 @@ class OffloadEngine:
                 return chosen
         return None
 
-    def _choose(self, chunk: _Chunk) -> _Pass | None:
+    def _choose(self, chunk: Chunk) -> Pass | None:
         arriving, pending = chunk.arriving, chunk.pending
         if arriving is not None and arriving.step.dropped:
             self._slots.give(arriving.slot, Several(arriving.copies))
@@ -463,22 +371,22 @@ class OffloadEngine:
         if arriving is not None:
             scale = arriving.step.scale
             if scale is None and self.mode != "deferred":
-                return _Pass(chunk, commit=pending) if pending is not None else None
+                return Pass(chunk, commit=pending) if pending is not None else None
             if self.mode == "staged":
                 if pending is not None:
-                    return _Pass(chunk, commit=pending)
-                return _Pass(chunk, commit=arriving, send=True)
+                    return Pass(chunk, commit=pending)
+                return Pass(chunk, commit=arriving, send=True)
             speculative = 1.0 if scale is None else scale
-            return _Pass(chunk, commit=pending, preview=arriving, scale=speculative)
+            return Pass(chunk, commit=pending, preview=arriving, scale=speculative)
         if pending is None or not pending.step.sealed:
             return None
         if pending.step.scale is None:
-            return _Pass(chunk, send=True)
+            return Pass(chunk, send=True)
         if not pending.is_final:
-            return _Pass(chunk, preview=pending, scale=pending.step.scale)
-        return _Pass(chunk, commit=pending) if self._commits_early(chunk) else None
+            return Pass(chunk, preview=pending, scale=pending.step.scale)
+        return Pass(chunk, commit=pending) if self._commits_early(chunk) else None
 
-    def _work(self, queue: _LaneQueue) -> None:
+    def _work(self, queue: LaneQueue) -> None:
         try:
             while True:
                 with self._changed:
@@ -496,7 +404,7 @@ class OffloadEngine:
                     chosen.chunk.state,
                     commit,
                     preview,
-                    _sent_targets(chosen),
+                    chosen.targets,
                     chosen.chunk.stored,
                 )
                 with self._changed:
@@ -507,7 +415,7 @@ class OffloadEngine:
                 self._failure = failure
                 self._changed.notify_all()
 
-    def _finish(self, chosen: _Pass, previewed: Stepped | None, ended: Ended) -> None:
+    def _finish(self, chosen: Pass, previewed: Stepped | None, ended: Ended) -> None:
         chunk, commit, preview = chosen.chunk, chosen.commit, chosen.preview
         chunk.busy = False
         chunk.stored = ended.stored
@@ -534,38 +442,3 @@ class OffloadEngine:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the offload worker failed: {self._failure}") from self._failure
-
-
-def _targets(chunk: ChunkLayout, weights: Mapping[str, Tensor]) -> tuple[tuple[str, Target], ...]:
-    return tuple(
-        (p.name, Target(weights[p.name].narrow(0, p.start, p.length), p.offset))
-        for p in chunk.pieces
-    )
-
-
-def _sent_targets(chosen: _Pass) -> tuple[Target, ...]:
-    """Where a pass sends weights: a preview holds only those of parameters with a gradient."""
-    targets = chosen.chunk.targets
-    if chosen.preview is not None:
-        return tuple(t for name, t in targets if name in chosen.preview.names)
-    return tuple(t for _, t in targets) if chosen.send else ()
-
-
-def _segments(layout: ChunkLayout, gradient: _Gradient) -> tuple[Segment, ...]:
-    """Return the runs of a chunk that are stepped alike."""
-    merged: list[Segment] = []
-    for piece in layout.pieces:
-        adam = gradient.step.hyper[piece.name]
-        if piece.name not in gradient.names or adam is None:
-            continue
-        last = merged[-1] if merged else None
-        if last and last.adam == adam and last.offset + last.length == piece.offset:
-            merged[-1] = Segment(last.offset, last.length + piece.length, adam)
-        else:
-            merged.append(Segment(piece.offset, piece.length, adam))
-    return tuple(merged)
-
-
-def _undecided(chunk: _Chunk) -> bool:
-    gradient = chunk.arriving or chunk.pending
-    return gradient is not None and not gradient.step.sealed

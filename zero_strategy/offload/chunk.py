@@ -1,0 +1,164 @@
+"""What the engine knows of a chunk, of its gradients, and of the steps they belong to."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from zero_strategy.kernels.adam import AdamState, AdamStep
+from zero_strategy.offload.lanes import Lane, Segment, Stepped, Target
+from zero_strategy.offload.layout import ChunkLayout
+from zero_strategy.offload.link import DONE, Copied
+
+Hyper = Mapping[str, "AdamStep | None"]
+"""Parameter -> hyperparameters of its next step; None where no optimizer steps it."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One optimizer step, as its chunks share it."""
+
+    hyper: Hyper
+    scale: float | None = None
+    sealed: bool = False
+    """The scale is decided; None drops the step."""
+
+    @property
+    def dropped(self) -> bool:
+        """Whether nothing of it is to be written."""
+        return self.sealed and self.scale is None
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """A chunk's gradient of one step, in host memory."""
+
+    step: Step
+    slot: Tensor
+    free: Copied
+    """The end of what read the slot before."""
+    names: set[str] = field(default_factory=set)
+    copies: list[Copied] = field(default_factory=list)
+    segments: tuple[Segment, ...] = ()
+    sent: tuple[float, Sequence[Segment]] | None = None
+    """What its last preview was computed with."""
+
+    def stepped(self, scale: float) -> Stepped:
+        """Return it for a pass, with a scale."""
+        return Stepped(self.slot, self.segments, scale, self.copies)
+
+    def decided(self) -> Stepped:
+        """Return it for a commit, with the scale that was decided."""
+        assert self.step.scale is not None, "committed once it is decided"
+        return self.stepped(self.step.scale)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the accelerator has, or is being sent, what was decided."""
+        return self.step.sealed and self.sent == (self.step.scale, self.segments)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A run of a unit's elements, with the gradients it holds and what runs on it."""
+
+    layout: ChunkLayout
+    index: int
+    state: AdamState
+    targets: tuple[tuple[str, Target], ...]
+    lane: LaneQueue
+    filling: Gradient | None = None
+    """Of which some parameters have arrived."""
+    arriving: Gradient | None = None
+    """Of which all have, and nothing was computed."""
+    pending: Gradient | None = None
+    """Whose preview was sent, and which is not committed."""
+    wired: Copied = DONE
+    """The last weights that were sent."""
+    stored: Copied = DONE
+    """The last pass's end in host memory."""
+    busy: bool = False
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the accelerator has, or is being sent, the weights of the last step."""
+        return self.arriving is None and (self.pending is None or self.pending.is_final)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it holds a gradient whose step is not decided."""
+        gradient = self.arriving or self.pending
+        return gradient is not None and not gradient.step.sealed
+
+
+@dataclass(slots=True, eq=False)
+class LaneQueue:
+    """A lane, and the chunks that it is to look at."""
+
+    lane: Lane
+    urgent: list[tuple[int, Chunk]] = field(default_factory=list)
+    """Those whose weights a forward waits for, by its order."""
+    arrived: deque[Chunk] = field(default_factory=deque)
+    idle: deque[Chunk] = field(default_factory=deque)
+    """Those with a step to commit."""
+
+    def __bool__(self) -> bool:
+        return bool(self.urgent or self.arrived or self.idle)
+
+    def hurry(self, chunk: Chunk) -> None:
+        """Note a chunk among the urgent ones."""
+        heapq.heappush(self.urgent, (chunk.index, chunk))
+
+    def pop(self) -> Chunk:
+        """Return the most urgent chunk."""
+        if self.urgent:
+            return heapq.heappop(self.urgent)[1]
+        return (self.arrived or self.idle).popleft()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """What to do next with a chunk."""
+
+    chunk: Chunk
+    commit: Gradient | None = None
+    preview: Gradient | None = None
+    scale: float = 1.0
+    """Of the preview."""
+    send: bool = False
+    """Send the committed weights."""
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Where weights go: a preview holds only those of parameters with a gradient."""
+        targets = self.chunk.targets
+        if self.preview is not None:
+            return tuple(t for name, t in targets if name in self.preview.names)
+        return tuple(t for _, t in targets) if self.send else ()
+
+
+def targets_of(chunk: ChunkLayout, weights: Mapping[str, Tensor]) -> tuple[tuple[str, Target], ...]:
+    """Return each piece's parameter and where its weights lie on the accelerator."""
+    return tuple(
+        (p.name, Target(weights[p.name].narrow(0, p.start, p.length), p.offset))
+        for p in chunk.pieces
+    )
+
+
+def segments_of(layout: ChunkLayout, gradient: Gradient) -> tuple[Segment, ...]:
+    """Return the runs of a chunk that are stepped alike."""
+    merged: list[Segment] = []
+    for piece in layout.pieces:
+        adam = gradient.step.hyper[piece.name]
+        if piece.name not in gradient.names or adam is None:
+            continue
+        last = merged[-1] if merged else None
+        if last and last.adam == adam and last.offset + last.length == piece.offset:
+            merged[-1] = Segment(last.offset, last.length + piece.length, adam)
+        else:
+            merged.append(Segment(piece.offset, piece.length, adam))
+    return tuple(merged)
