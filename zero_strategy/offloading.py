@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from zero_strategy.adopt import adam_step, optimizer_problems
 from zero_strategy.blocks import Units, owners, parameter_names
 from zero_strategy.config import OffloadConfig
 from zero_strategy.control import NonFiniteGradientError
@@ -38,8 +39,6 @@ ROOT = ""
 # Over about so many steps, and above so large a share, steps are taken to be clipped often.
 _CLIP_STEPS = 4
 _CLIP_OFTEN = 0.3
-_DRIVEN = (torch.optim.AdamW, torch.optim.Adam)
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 
 
 @final
@@ -206,7 +205,7 @@ class Offloading:
         Raises:
             ValueError: an optimizer or a setting that the engine does not know.
         """
-        problems = [p for optimizer in optimizers for p in _optimizer_problems(optimizer)]
+        problems = [p for optimizer in optimizers for p in optimizer_problems(optimizer)]
         if problems:
             raise ValueError("\n".join(problems))
         self._names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
@@ -225,7 +224,7 @@ class Offloading:
                 for parameter in group["params"]:
                     name = self._names[id(parameter)]
                     if name in hyper:
-                        hyper[name] = _adam_step(optimizer, group, self.engine.steps[name] + 1)
+                        hyper[name] = adam_step(optimizer, group, self.engine.steps[name] + 1)
                     elif parameter.requires_grad:
                         raise ValueError(
                             f"{name} is trained but was frozen when the strategy set up: must "
@@ -347,34 +346,6 @@ class Offloading:
         )
 
 
-def accumulates(trainer: Any) -> bool:
-    """Whether some optimizer step of a Trainer takes several micro-batches."""
-    scheduled = any(
-        c.__class__.__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks
-    )
-    return scheduled or trainer.accumulate_grad_batches > 1
-
-
-def check_offload(*, manual_optimization: bool, precision: str) -> None:
-    """Refuse what cannot be stepped on the host.
-
-    Raises: ValueError: lists each problem.
-    """
-    problems = []
-    if precision != "bf16-mixed":
-        problems.append(
-            f"trainer.precision = {precision!r}: must be 'bf16-mixed' under offload, which keeps "
-            "bf16 weights on the device and exact fp32 ones on the host. Use 'bf16-mixed'."
-        )
-    if manual_optimization:
-        problems.append(
-            "module.automatic_optimization = False: must be True under offload. Return the loss "
-            "from training_step, or train without offload."
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
 def _default_threads() -> int:
     """This rank's cores but for two, where threads queue the device's work and copies."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -410,31 +381,3 @@ def _shard_size(shape: torch.Size, mesh: DeviceMesh) -> int:
 
 def _rows_per_rank(shape: torch.Size, mesh: DeviceMesh) -> int:
     return -(-shape[0] // mesh.size())
-
-
-def _optimizer_problems(optimizer: Optimizer) -> list[str]:
-    kind = type(optimizer).__name__
-    if type(optimizer) not in _DRIVEN:
-        return [
-            f"optimizer = {kind}: must be torch.optim.AdamW or torch.optim.Adam, which the offload "
-            "engine steps on the host. Return one of them, or train without offload."
-        ]
-    return [
-        f"optimizer.{key} = {group[key]!r}: must be False under offload. Leave it out."
-        for group in optimizer.param_groups
-        for key in _UNSUPPORTED
-        if group[key]
-    ]
-
-
-def _adam_step(optimizer: Optimizer, group: Mapping[str, Any], step: int) -> AdamStep:
-    beta1, beta2 = group["betas"]
-    return AdamStep(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        decoupled=isinstance(optimizer, torch.optim.AdamW),
-    )

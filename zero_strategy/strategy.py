@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zero_strategy import checks, seams
+from zero_strategy.adopt import accumulates, check_offload
 from zero_strategy.blocks import find_units
 from zero_strategy.checkpoint import state, storage, trainer_state
 from zero_strategy.config import (
@@ -42,7 +43,7 @@ from zero_strategy.evaluation import Turns
 from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
 from zero_strategy.mesh import build_mesh, same_mesh
-from zero_strategy.offloading import Offloading, accumulates, check_offload
+from zero_strategy.offloading import Offloading
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
 from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module

@@ -1,0 +1,72 @@
+"""What offload takes over of a user's run and optimizer, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero_strategy.kernels.adam import AdamStep
+
+_DRIVEN = (torch.optim.AdamW, torch.optim.Adam)
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether some optimizer step of a Trainer takes several micro-batches."""
+    scheduled = any(
+        c.__class__.__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks
+    )
+    return scheduled or trainer.accumulate_grad_batches > 1
+
+
+def check_offload(*, manual_optimization: bool, precision: str) -> None:
+    """Refuse what cannot be stepped on the host.
+
+    Raises: ValueError: lists each problem.
+    """
+    problems = []
+    if precision != "bf16-mixed":
+        problems.append(
+            f"trainer.precision = {precision!r}: must be 'bf16-mixed' under offload, which keeps "
+            "bf16 weights on the device and exact fp32 ones on the host. Use 'bf16-mixed'."
+        )
+    if manual_optimization:
+        problems.append(
+            "module.automatic_optimization = False: must be True under offload. Return the loss "
+            "from training_step, or train without offload."
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def optimizer_problems(optimizer: Optimizer) -> list[str]:
+    """Return a line for each thing about an optimizer that the engine does not do."""
+    kind = type(optimizer).__name__
+    if type(optimizer) not in _DRIVEN:
+        return [
+            f"optimizer = {kind}: must be torch.optim.AdamW or torch.optim.Adam, which the offload "
+            "engine steps on the host. Return one of them, or train without offload."
+        ]
+    return [
+        f"optimizer.{key} = {group[key]!r}: must be False under offload. Leave it out."
+        for group in optimizer.param_groups
+        for key in _UNSUPPORTED
+        if group[key]
+    ]
+
+
+def adam_step(optimizer: Optimizer, group: Mapping[str, Any], step: int) -> AdamStep:
+    """Return the hyperparameters of a group's next step, as a schedule left them."""
+    beta1, beta2 = group["betas"]
+    return AdamStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        decoupled=isinstance(optimizer, torch.optim.AdamW),
+    )
