@@ -54,6 +54,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
+    plan = commands.add_parser("plan", help="bytes and seconds of a run, before it is started")
+    plan.add_argument("config", help="file, or name of a packaged one such as gpt_20b.yaml")
+    plan.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as trainer.devices=4"
+    )
+    plan.add_argument(
+        "--machine",
+        choices=("h200", "this"),
+        default="h200",
+        help="one that was measured, or this one, which is measured once",
+    )
+    plan.add_argument(
+        "--host-share",
+        type=float,
+        metavar="PART",
+        help="of the optimizer state in host memory, 0 to 1; by default 1",
+    )
+    plan.set_defaults(run=_plan)
+
     report = commands.add_parser("report", help="versions, devices, links, names and kernels")
     report.set_defaults(run=_report)
 
@@ -88,6 +107,14 @@ def _train(args: argparse.Namespace) -> None:
     from zero_strategy.experiments.train import train
 
     train(config)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from zero_strategy.experiments.config import load_config
+    from zero_strategy.experiments.plan import plan
+
+    config = load_config(args.config, args.overrides)
+    print(plan(config, machine=args.machine, host_share=args.host_share))
 
 
 def _report(args: argparse.Namespace) -> None:

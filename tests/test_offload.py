@@ -16,6 +16,7 @@ from tests.ranks import ranks
 from zero_strategy import OffloadConfig, ShardedEMA, ZeroStrategy
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
+from zero_strategy.planning.host_memory import HostRoom
 
 STEPS = 8
 STAGES = (1, 2, 3)
@@ -423,6 +424,29 @@ def test_a_non_finite_norm_stops_the_run_and_changes_nothing(world_size: int) ->
     for unchanged, message in ranks(world_size).run(_spoil):
         assert "must be finite. No weight was changed by this step" in message
         assert unchanged
+
+
+def _without_room() -> str:
+    import zero_strategy.offloading as offloading
+
+    real = offloading.host_room
+    # One rank of two has little left.
+    left = 100_000 if dist.get_rank() == dist.get_world_size() - 1 else 10**12
+    offloading.host_room = lambda n: HostRoom(available_bytes=left, bound="a test")
+    try:
+        lit.trainer("zero3_offload", **_options(3, 3, None)).fit(Lit(), lit.loader())
+    except ValueError as error:
+        return str(error)
+    finally:
+        offloading.host_room = real
+    return "not refused"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_that_host_memory_cannot_hold_is_refused_on_all_ranks(world_size: int) -> None:
+    for message in ranks(world_size).run(_without_room):
+        assert "of host memory per rank: must be at most" in message
+        assert 'zero.offload.grad_dtype = "bf16"' in message
 
 
 def _refused(options: dict[str, Any], optimizer: Any) -> str:

@@ -12,6 +12,8 @@ from torch import nn
 
 _SMALLEST_SHARE = 0.05
 """A list of modules with a smaller share of the parameters is not worth its own collectives."""
+_SMALLEST_LEAF = 0.01
+"""A single layer with a smaller share of the parameters may as well wait for the root."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +137,7 @@ def _is_repetition(container: nn.Module, total: int) -> bool:
 
 
 def _large_leaves(module: nn.Module, units: dict[str, nn.Module]) -> set[str]:
-    least = max(_SMALLEST_SHARE * num_parameters(module), 1)
+    least = max(_SMALLEST_LEAF * num_parameters(module), 1)
     return {
         name
         for name, sub in module.named_modules()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.adopt import adam_step, optimizer_problems
 from zero_strategy.blocks import Units, owners, parameter_names
-from zero_strategy.config import OffloadConfig
+from zero_strategy.config import OffloadConfig, ZeroStage
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
 from zero_strategy.kernels.adam import AdamStep, split
@@ -34,8 +34,13 @@ from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane, spread
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.link import link_for
+from zero_strategy.planning.host_memory import check_host_memory, host_room
+from zero_strategy.planning.job import NUM_WIRES, STREAM_SLOTS, Job, num_spare_slots
+from zero_strategy.planning.machines import H200
+from zero_strategy.planning.remedies import host_remedies
+from zero_strategy.planning.sizes import ROOT, unit_sizes
+from zero_strategy.planning.tiers import host_parts
 
-ROOT = ""
 # Over about so many steps, and above so large a share, steps are taken to be clipped often.
 _CLIP_STEPS = 4
 _CLIP_OFTEN = 0.3
@@ -130,13 +135,18 @@ class Offloading:
         link = link_for(self._device)
         pinned = self._device.type == "cuda"
         layout = self._layout
-        cpu = CpuLane(link, layout.slot_length, num_wires=4, threads=self._threads, pinned=pinned)
+        cpu = CpuLane(
+            link, layout.slot_length, num_wires=NUM_WIRES, threads=self._threads, pinned=pinned
+        )
         lanes: list[Lane] = [cpu]
         lane_of = [0] * len(layout.chunks)
         if pinned and self._stream_share > 0:
             lanes.append(
                 StreamLane(
-                    self._device, layout.slot_length, grad_dtype=self._grad_dtype, num_slots=3
+                    self._device,
+                    layout.slot_length,
+                    grad_dtype=self._grad_dtype,
+                    num_slots=STREAM_SLOTS,
                 )
             )
             lane_of = spread(len(layout.chunks), self._stream_share)
@@ -150,7 +160,7 @@ class Offloading:
             lane_of=lane_of,
             link=link,
             grad_dtype=self._grad_dtype,
-            spare_slots=max(2, len(layout.chunks) // 5),
+            spare_slots=num_spare_slots(len(layout.chunks)),
             pinned=pinned,
         )
         unit_of = {p.name: c.unit for c in layout.chunks for p in c.pieces}
@@ -344,6 +354,51 @@ class Offloading:
             stride=parameter.stride(),
             run_check=False,
         )
+
+
+def check_room(
+    module: nn.Module,
+    units: Units,
+    config: OffloadConfig,
+    *,
+    zero_stage: ZeroStage,
+    world_size: int,
+    sums: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Refuse a state that host memory cannot hold, before anything of it is allocated.
+
+    Args:
+        module: the user's module, not yet sharded.
+        units: what becomes a unit.
+        config: what the user asked for.
+        zero_stage: what is sharded.
+        world_size: ranks.
+        sums: whether a step's gradient is a sum over ranks or micro-batches.
+        group: the control group, over which all ranks take the smallest of their rooms.
+
+    Raises: ValueError: with the sum, and what would need less.
+    """
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    job = Job(
+        units=unit_sizes(module, units, world_size),
+        zero_stage=zero_stage,
+        world_size=world_size,
+        num_local_ranks=num_local_ranks,
+        grad_dtype=config.grad_dtype,
+        stream_share=config.stream_share,
+        chunk_elements=config.chunk_elements,
+        micro_batches=2 if sums else 1,
+    )
+    room = host_room(num_local_ranks)
+    available = torch.tensor(room.available_bytes)
+    if group is not None:
+        dist.all_reduce(available, dist.ReduceOp.MIN, group=group)
+    available_bytes = int(available)
+    parts = {part.purpose: part.num_bytes for part in host_parts(job, 1.0)}
+    # Rates decide the order of advice alone, and hardly differ by machine.
+    remedies = host_remedies(job, H200, 1.0, available_bytes, fixed=True)
+    check_host_memory(parts, available_bytes, remedies, bound=room.bound)
 
 
 def _default_threads() -> int:

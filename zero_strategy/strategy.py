@@ -43,7 +43,7 @@ from zero_strategy.evaluation import Turns
 from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
 from zero_strategy.mesh import build_mesh, same_mesh
-from zero_strategy.offloading import Offloading
+from zero_strategy.offloading import Offloading, check_room
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
 from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module
@@ -261,13 +261,23 @@ class ZeroStrategy(DDPStrategy):
         checks.check_units(module, units)
         offloading = None
         if self.config.offload is not None:
+            sums = self.world_size > 1 or accumulates(module.trainer)
+            check_room(
+                module,
+                units,
+                self.config.offload,
+                zero_stage=self.config.zero_stage,
+                world_size=self.world_size,
+                sums=sums,
+                group=self._control,
+            )
             offloading = Offloading(
                 module,
                 units,
                 self.mesh,
                 device=self.root_device,
                 config=self.config.offload,
-                sums=self.world_size > 1 or accumulates(module.trainer),
+                sums=sums,
             )
         sharded = shard_module(
             module,
