@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,8 +43,36 @@ def check_offload(*, manual_optimization: bool, precision: str) -> None:
         raise ValueError("\n".join(problems))
 
 
+def warn_of_gradient_hooks(module: Any) -> None:
+    """Say that hooks which may want gradients will find none."""
+    overridden = [
+        name
+        for name in ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+        if not getattr(module, name).__module__.startswith("lightning.")
+    ]
+    if overridden:
+        warnings.warn(
+            f"{', '.join(overridden)}: under offload gradients leave the device as they arise, so "
+            "p.grad is None there and changes of it have no effect. Use "
+            "trainer.strategy.grad_norm for their norm, gradient_clip_val to clip, the loss for "
+            "penalties.",
+            stacklevel=2,
+        )
+
+
+def looks_between_steps(module: Any, callbacks: Iterable[Any]) -> bool:
+    """Whether code of the user's own runs between an optimizer step and the next forward."""
+    return any(
+        not getattr(hooked, name).__module__.startswith(("lightning.", "zero_strategy."))
+        for hooked in (module, *callbacks)
+        for name in ("on_train_batch_end", "on_before_zero_grad")
+    )
+
+
 def optimizer_problems(optimizer: Optimizer) -> list[str]:
     """Return a line for each thing about an optimizer that the engine does not do."""
+    if not optimizer.param_groups:
+        return []  # what Lightning puts in the place of none
     kind = type(optimizer).__name__
     if type(optimizer) not in _DRIVEN:
         return [
@@ -58,7 +87,7 @@ def optimizer_problems(optimizer: Optimizer) -> list[str]:
     ]
 
 
-def adam_step(optimizer: Optimizer, group: Mapping[str, Any], step: int) -> AdamStep:
+def adam_step(group: Mapping[str, Any], step: int) -> AdamStep:
     """Return the hyperparameters of a group's next step, as a schedule left them."""
     beta1, beta2 = group["betas"]
     return AdamStep(
@@ -68,5 +97,5 @@ def adam_step(optimizer: Optimizer, group: Mapping[str, Any], step: int) -> Adam
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         step=step,
-        decoupled=isinstance(optimizer, torch.optim.AdamW),
+        decoupled=group["decoupled_weight_decay"],
     )

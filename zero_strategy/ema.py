@@ -141,4 +141,8 @@ def _trained(module: pl.LightningModule) -> dict[str, Tensor]:
 
 def _masters(module: pl.LightningModule) -> dict[str, Tensor]:
     strategy = module.trainer.strategy
-    return strategy.masters() if isinstance(strategy, HoldsMasters) else {}
+    if not isinstance(strategy, HoldsMasters):
+        return {}
+    # A tied parameter once.
+    names = {n for n, _ in module.named_parameters()}
+    return {n: t for n, t in strategy.masters().items() if n in names}

@@ -84,8 +84,13 @@ class Offloading:
         self._engine: OffloadEngine | None = None
         self._optimizers: list[Optimizer] = []
         self._names: dict[int, str] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._aliases: dict[str, str] = {}
+        """Every name of an offloaded parameter -> the one it has here."""
+        self._versions: dict[str, int] = {}
         self._forwards: dict[str, int] = {}
         self._scale = 1.0
+        self._watched = False
         self._clip_rate = 0.0
         self._decided = False
         self._reduced: Tensor | None = None
@@ -155,7 +160,8 @@ class Offloading:
         self._engine = OffloadEngine(
             layout=layout,
             state=self._state,
-            weights={n: local(p.detach()).view(-1) for n, p in parameters.items()},
+            # `.data` counts its own versions, so what others write to the weights shows in theirs.
+            weights={n: local(p.detach()).data.view(-1) for n, p in parameters.items()},
             lanes=lanes,
             lane_of=lane_of,
             link=link,
@@ -163,6 +169,12 @@ class Offloading:
             spare_slots=num_spare_slots(len(layout.chunks)),
             pinned=pinned,
         )
+        self._parameters = parameters
+        first = {id(p): n for n, p in parameters.items()}
+        self._aliases = {
+            n: first[id(p)] for n, p in parameter_names(self._module) if id(p) in first
+        }
+        self._note_versions()
         unit_of = {p.name: c.unit for c in layout.chunks for p in c.pieces}
         unit_of |= {name: ROOT for name in parameters if name not in unit_of}  # empty shards
         for name, parameter in parameters.items():
@@ -186,6 +198,28 @@ class Offloading:
     def begin_step(self) -> None:
         """Before the forward of a micro-batch."""
         self._forwards.clear()
+        self._take_over_writes()
+
+    def _note_versions(self) -> None:
+        self._versions = {n: p._version for n, p in self._parameters.items()}
+
+    def _take_over_writes(self) -> None:
+        """Bring to the host what others wrote to the device's weights, as far as bf16 holds it.
+
+        Seen by the tensors' version counters, which a write through `parameter.data` goes past.
+        """
+        written = [n for n, p in self._parameters.items() if p._version != self._versions[n]]
+        if not written:
+            return
+        self.engine.flush()
+        for name in written:
+            there = local(self._parameters[name].detach()).flatten().cpu()
+            changed = there != self._state.upper(name)
+            if changed.any():
+                master = self._state.master(name)
+                master[changed] = there[changed].float()
+                self._state.write_master(name, master)
+        self._note_versions()
 
     def _tap(self, reduced: Tensor) -> None:
         """Keep a unit's gradients as they were reduced: what follows rounds them to bf16.
@@ -209,8 +243,13 @@ class Offloading:
 
         return take
 
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+    def adopt(self, optimizers: Sequence[Optimizer], *, watched: bool) -> None:
         """Step by these optimizers' groups from now on, with fresh moments.
+
+        Args:
+            optimizers: as `configure_optimizers` made them.
+            watched: whether the user's code may look at weights between a step and the next
+                forward; each step then ends when they are there.
 
         Raises:
             ValueError: an optimizer or a setting that the engine does not know.
@@ -220,6 +259,7 @@ class Offloading:
             raise ValueError("\n".join(problems))
         self._names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
         self._optimizers = list(optimizers)
+        self._watched = watched
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: self._step())
         self._hyper()
@@ -234,7 +274,7 @@ class Offloading:
                 for parameter in group["params"]:
                     name = self._names[id(parameter)]
                     if name in hyper:
-                        hyper[name] = adam_step(optimizer, group, self.engine.steps[name] + 1)
+                        hyper[name] = adam_step(group, self.engine.steps[name] + 1)
                     elif parameter.requires_grad:
                         raise ValueError(
                             f"{name} is trained but was frozen when the strategy set up: must "
@@ -285,6 +325,8 @@ class Offloading:
         self._clip_rate += (clipped - self._clip_rate) / _CLIP_STEPS
         # Where most steps are clipped, a preview with scale 1 is work for nothing.
         self.engine.mode = "late" if self._clip_rate > _CLIP_OFTEN else "deferred"
+        if self._watched:
+            self.engine.fetch_all()
 
     # What is read and written between steps.
 
@@ -298,6 +340,7 @@ class Offloading:
         if sys.exc_info()[0] is not None:
             self.abandon()
         self.engine.flush()
+        self._take_over_writes()
 
     def pause(self) -> None:
         """End the workers until the next run; what they still had to do is done."""
@@ -305,16 +348,18 @@ class Offloading:
         self.engine.close()
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the fp32 weights, sharded as their parameters are."""
+        """Return the fp32 weights, sharded as their parameters are, under each of their names."""
         self._settle()
-        return {n: self._as_shard(n, self._state.master(n)) for n in self.names}
+        shards = {n: self._as_shard(n, self._state.master(n)) for n in self.names}
+        return {alias: shards[n] for alias, n in self._aliases.items()}
 
     def write_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take fp32 weights, sharded as their parameters are, and send them to the device."""
         self.engine.flush()
-        for name, master in masters.items():
-            self._state.write_master(name, local(master).flatten().cpu())
+        for alias, master in masters.items():
+            self._state.write_master(self._aliases[alias], local(master).flatten().cpu())
         self.engine.send()
+        self._note_versions()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, as the optimizer itself would hold it."""
@@ -333,7 +378,7 @@ class Offloading:
 
     def write_optimizer_state(self, optimizer: Optimizer) -> None:
         """Take over the state that was loaded into an optimizer, and leave it empty."""
-        self.engine.flush()
+        self.engine.reset()
         for parameter, slots in optimizer.state.items():
             name = self._names[id(parameter)]
             self.engine.steps[name] = int(slots["step"])
@@ -356,34 +401,37 @@ class Offloading:
         )
 
 
-def check_room(
+def make_offloading(
     module: nn.Module,
     units: Units,
-    config: OffloadConfig,
+    mesh: DeviceMesh,
     *,
+    device: torch.device,
+    config: OffloadConfig,
     zero_stage: ZeroStage,
-    world_size: int,
     sums: bool,
     group: dist.ProcessGroup | None,
-) -> None:
-    """Refuse a state that host memory cannot hold, before anything of it is allocated.
+) -> Offloading:
+    """Make room for a module's state in host memory.
 
     Args:
-        module: the user's module, not yet sharded.
+        module: as in `Offloading`, like the next four.
         units: what becomes a unit.
+        mesh: over which parameters are cut.
+        device: this rank's.
         config: what the user asked for.
         zero_stage: what is sharded.
-        world_size: ranks.
         sums: whether a step's gradient is a sum over ranks or micro-batches.
         group: the control group, over which all ranks take the smallest of their rooms.
 
-    Raises: ValueError: with the sum, and what would need less.
+    Raises: ValueError: host memory cannot hold it; raised on all ranks before anything is
+        allocated, with the sum, and what would need less.
     """
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     job = Job(
-        units=unit_sizes(module, units, world_size),
+        units=unit_sizes(module, units, mesh.size()),
         zero_stage=zero_stage,
-        world_size=world_size,
+        world_size=mesh.size(),
         num_local_ranks=num_local_ranks,
         grad_dtype=config.grad_dtype,
         stream_share=config.stream_share,
@@ -394,11 +442,11 @@ def check_room(
     available = torch.tensor(room.available_bytes)
     if group is not None:
         dist.all_reduce(available, dist.ReduceOp.MIN, group=group)
-    available_bytes = int(available)
     parts = {part.purpose: part.num_bytes for part in host_parts(job, 1.0)}
     # Rates decide the order of advice alone, and hardly differ by machine.
-    remedies = host_remedies(job, H200, 1.0, available_bytes, fixed=True)
-    check_host_memory(parts, available_bytes, remedies, bound=room.bound)
+    remedies = host_remedies(job, H200, 1.0, int(available), fixed=True)
+    check_host_memory(parts, int(available), remedies, bound=room.bound)
+    return Offloading(module, units, mesh, device=device, config=config, sums=sums)
 
 
 def _default_threads() -> int:

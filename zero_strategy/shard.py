@@ -159,6 +159,9 @@ def shard_module(
     unit_classes = units.class_names  # FSDP2 renames the classes it shards
     num_trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     build = _Builder(module, mesh, device)
+    # Inputs of a whole step may be targets or indices kept as floats: the root must not cast them.
+    root_policy = dataclasses.replace(policy, cast_forward_inputs=False)
+    leaves = [units.modules[name] for name in units.leaves]
     for unit in units.modules.values():
         if compile_blocks:
             unit.compile()
@@ -168,13 +171,18 @@ def shard_module(
             build.prepare(unit)
             if offloading:
                 offloading.take(unit)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+            # A layer outside the blocks gets its inputs as it would in the root.
+            keeps = unit in leaves
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=True,
+                mp_policy=root_policy if keeps else policy,
+            )
     build.prepare(module)
     if offloading:
         offloading.take(module)
     root = ZeroRoot(module)
-    # Inputs of a whole step may be targets or indices kept as floats: the root must not cast them.
-    root_policy = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
     assert isinstance(root, FSDPModule), "fully_shard gives a module its methods"
     with torch.no_grad():

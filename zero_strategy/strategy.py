@@ -25,7 +25,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zero_strategy import checks, seams
-from zero_strategy.adopt import accumulates, check_offload
+from zero_strategy.adopt import (
+    accumulates,
+    check_offload,
+    looks_between_steps,
+    warn_of_gradient_hooks,
+)
 from zero_strategy.blocks import find_units
 from zero_strategy.checkpoint import state, storage, trainer_state
 from zero_strategy.config import (
@@ -43,7 +48,7 @@ from zero_strategy.evaluation import Turns
 from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
 from zero_strategy.mesh import build_mesh, same_mesh
-from zero_strategy.offloading import Offloading, check_room
+from zero_strategy.offloading import make_offloading
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
 from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module
@@ -250,6 +255,7 @@ class ZeroStrategy(DDPStrategy):
         checks.check_module(module, manual_optimization=manual)
         if self.config.offload is not None:
             check_offload(manual_optimization=manual, precision=self.zero_precision.precision)
+            warn_of_gradient_hooks(module)
         checks.check_same_module(module, self._control)
         self.precision_plugin.convert_module(module)
         units = find_units(
@@ -261,23 +267,15 @@ class ZeroStrategy(DDPStrategy):
         checks.check_units(module, units)
         offloading = None
         if self.config.offload is not None:
-            sums = self.world_size > 1 or accumulates(module.trainer)
-            check_room(
-                module,
-                units,
-                self.config.offload,
-                zero_stage=self.config.zero_stage,
-                world_size=self.world_size,
-                sums=sums,
-                group=self._control,
-            )
-            offloading = Offloading(
+            offloading = make_offloading(
                 module,
                 units,
                 self.mesh,
                 device=self.root_device,
                 config=self.config.offload,
-                sums=sums,
+                zero_stage=self.config.zero_stage,
+                sums=self.world_size > 1 or accumulates(module.trainer),
+                group=self._control,
             )
         sharded = shard_module(
             module,
@@ -321,7 +319,8 @@ class ZeroStrategy(DDPStrategy):
         checks.check_optimizers(self._module, self.optimizers)
         checks.check_trainable_sharded(self._module, self.world_size)
         if self.sharded.offloading:
-            self.sharded.offloading.adopt([_unwrap(o) for o in self.optimizers])
+            watched = looks_between_steps(self._module, cast(Any, trainer).callbacks)
+            self.sharded.offloading.adopt([_unwrap(o) for o in self.optimizers], watched=watched)
         if not self._module.automatic_optimization:
             # The next forward of the same step must see the new weights.
             for optimizer in self.optimizers:

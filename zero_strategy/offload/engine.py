@@ -152,7 +152,12 @@ class OffloadEngine:
 
     def _deliver(self, step: Step, name: str, grad: Tensor) -> None:
         """Send a parameter's whole gradient of a step on its way."""
-        assert name not in self._received, f"{name}: two gradients in one micro-batch"
+        if name in self._received:
+            raise RuntimeError(
+                f"{name}: a second backward in one optimizer step: must be one per micro-batch "
+                "under offload, where gradients leave at once. Add the losses before the "
+                "backward, or train without offload."
+            )
         self._received.add(name)
         # Rounded on the device, so that the norm is of what is applied.
         grad = grad.to(self._grad_dtype)
@@ -272,11 +277,17 @@ class OffloadEngine:
             self._raise_failure()
             if any(c.is_undecided for c in chunks):
                 raise RuntimeError(
-                    f"{unit}: a forward between the last backward and the optimizer step: must "
-                    "come after the step. Step the optimizer first."
+                    f"{unit or 'the module'}: a forward between the last backward and the "
+                    "optimizer step: must come after the step, also one that is skipped. Step the "
+                    "optimizer after each backward, or train without offload."
                 )
         for chunk in chunks:
             chunk.wired.gate()
+
+    def fetch_all(self) -> None:
+        """As `fetch`, for every unit."""
+        for unit in self._of_unit:
+            self.fetch(unit)
 
     def flush(self) -> None:
         """Commit every step, so that `state` holds the weights the device has.

@@ -1,0 +1,142 @@
+"""Under offload: what the module's owner does to its weights and optimizer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import lit
+from tests.ranks import ranks
+from tests.test_offload import Lit, _options, on_device
+from zero_strategy.gradient import local
+
+
+class Tied(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt.embed.weight = self.gpt.head.weight
+
+
+class Decoupled(Lit):
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.Adam(trained, lr=3e-3, weight_decay=0.5, decoupled_weight_decay=True)
+
+
+class AdamW(Lit):
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.5)
+
+
+def _masters_of(module: Lit, name: str = "zero3_offload", **options: Any) -> dict[str, Tensor]:
+    run = lit.trainer(name, **_options(3, 1, 0.5) | options)
+    run.fit(module, lit.loader())
+    return {n: local(t) for n, t in run.strategy.masters().items()}
+
+
+def _decouple() -> bool:
+    adam, adamw = _masters_of(Decoupled()), _masters_of(AdamW())
+    return all(torch.equal(adam[n], adamw[n]) for n in adamw)
+
+
+def test_adam_with_decoupled_decay_is_adamw() -> None:
+    assert ranks(1).run(_decouple)[0]
+
+
+def _tie(path: str) -> tuple[set[str], bool, bool]:
+    module = Tied()
+    run = lit.trainer("zero3_offload", **_options(3, 1, 0.5))
+    run.fit(module, lit.loader())
+    run.save_checkpoint(path)
+    weights = run.strategy.lightning_module_state_dict()
+    kinds = {str(weights[f"gpt.{n}.weight"].dtype) for n in ("embed", "head")}
+    same = torch.equal(local(weights["gpt.embed.weight"]), local(weights["gpt.head.weight"]))
+    plain = Tied()
+    lit.trainer("zero3", precision="bf16-mixed").validate(
+        plain, lit.loader(24), ckpt_path=path, verbose=False
+    )
+    kept = torch.equal(local(plain.gpt.head.weight.detach()), local(weights["gpt.head.weight"]))
+    return kinds, same, kept
+
+
+def test_a_tied_weight_is_saved_exactly_under_each_of_its_names(tmp_path: Any) -> None:
+    for kinds, same, kept in ranks(2).run(_tie, str(tmp_path / "a.ckpt")):
+        assert kinds == {"torch.float32"}
+        assert same
+        assert kept
+
+
+class Writes(lit.pl.Callback):
+    """Writes to weights at a hook of its choice."""
+
+    def __init__(self, hook: str, write: str) -> None:
+        setattr(self, hook, lambda trainer, module, *_: self.write(module, write))
+        self.done = False
+
+    @torch.no_grad()
+    def write(self, module: Any, how: str) -> None:
+        if self.done:
+            return
+        self.done = True
+        torch.manual_seed(11)
+        whole = {n: torch.randn(p.shape) for n, p in module.named_parameters()}
+        if how == "load":
+            module.load_state_dict(whole, strict=False)
+        else:
+            module.gpt.head.weight.mul_(0.5)
+
+
+def _write(hook: str, how: str, when: str) -> tuple[float, int]:
+    """lr is 0, so that what was written stays: its distance from what the masters hold."""
+    module = Lit()
+    module.lr = 0.0
+    callbacks = [Writes(hook, how)] if when == "during" else []
+    run = lit.trainer("zero3_offload", **_options(3, 1, 0.5) | {"callbacks": callbacks})
+    before = Lit().gpt.head.weight.detach()
+    run.fit(module, lit.loader())
+    if when == "after":
+        Writes(hook, how).write(module, how)
+    masters = run.strategy.masters()
+    got = masters["gpt.head.weight"].full_tensor()
+    torch.manual_seed(11)
+    whole = {n: torch.randn(p.shape) for n, p in module.named_parameters()}
+    want = whole["gpt.head.weight"] if how == "load" else before * 0.5
+    return float((got - want).abs().max() / want.abs().max()), len(masters)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("how", ["load", "in place"])
+@pytest.mark.parametrize(
+    ("hook", "when"),
+    [
+        ("on_fit_start", "during"),
+        ("on_train_start", "during"),
+        ("on_train_batch_end", "during"),
+        ("on_train_end", "after"),
+    ],
+)
+def test_weights_written_to_the_module_are_taken_over_as_bf16_holds_them(
+    hook: str, how: str, when: str, world_size: int
+) -> None:
+    for distance, _ in ranks(world_size).run(_write, hook, how, when):
+        assert distance <= 2**-8
+
+
+def _find_lr() -> list[float]:
+    module = Lit()
+    options = _options(3, 1, 0.5)
+    run = lit.trainer("zero3_offload", **options)
+    tuner = lit.pl.tuner.Tuner(run)
+    tuner.lr_find(module, lit.loader(), num_training=5, update_attr=False)
+    module.losses.clear()
+    module.calls = 0
+    run.fit(module, lit.loader())
+    return module.losses
+
+
+def test_a_search_for_the_learning_rate_leaves_no_moments(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses = ranks(1).run(_find_lr, timeout_s=120)[0]
+    assert losses == on_device(3, 1, 0.5, 1)[0][0]
