@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tests import lit
@@ -315,6 +316,34 @@ def test_a_block_that_runs_twice_in_a_forward_is_stepped_once_by_the_sum(
         assert losses == want_losses
         for name, master in want.items():
             assert torch.equal(masters[name], master), name
+
+
+class Recomputes(Lit):
+    """Repeats each block's forward in the backward, from outside the block."""
+
+    def forward(self, token_BT: Tensor) -> Tensor:
+        gpt = self.gpt
+        x_BTH = gpt.embed(token_BT)
+        cos, sin = gpt.rotary(x_BTH.shape[1], torch.bfloat16)
+        for layer in gpt.layers:
+            x_BTH = checkpoint(layer, x_BTH, cos, sin, use_reentrant=False)
+        return gpt.head(gpt.norm(x_BTH))
+
+
+def _recompute() -> list[int]:
+    waiting: list[int] = []
+
+    class Look(lit.pl.Callback):
+        def on_after_backward(self, trainer: Any, *_: Any) -> None:
+            waiting.append(len(trainer.strategy.sharded.offloading.engine._sums))
+
+    options = _options(3, 1, 0.5) | {"callbacks": [Look()]}
+    lit.trainer("zero3_offload", **options).fit(Recomputes(), lit.loader())
+    return waiting
+
+
+def test_gradients_of_recomputed_blocks_leave_during_the_backward() -> None:
+    assert ranks(1).run(_recompute)[0] == [0] * STEPS
 
 
 def _fit_often() -> tuple[int, bool, str]:

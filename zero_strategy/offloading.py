@@ -73,6 +73,8 @@ class Offloading:
         self.grad_norm: Tensor | None = None
         self.last = True
         """Whether the backward that runs is the last before the optimizer steps."""
+        self.in_step = False
+        """Whether a forward is one of a training step, and not repeated in the backward."""
         # A single gradient of bf16 weights is bf16 already; a sum needs more.
         exact = config.grad_dtype == "fp32" or (config.grad_dtype == "auto" and sums)
         self._grad_dtype = torch.float32 if exact else torch.bfloat16
@@ -191,7 +193,7 @@ class Offloading:
     def _fetcher(self, unit: str) -> Callable[..., None]:
         def fetch(*_: object) -> None:
             self.engine.fetch(unit)
-            self._forwards[unit] = self._forwards.get(unit, 0) + 1
+            self._forwards[unit] = self._forwards.get(unit, 0) + self.in_step
 
         return fetch
 

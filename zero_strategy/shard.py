@@ -124,6 +124,7 @@ class Sharded:
             module.set_reshard_after_backward(policy.lets_go, recurse=False)
         if self.offloading:
             self.offloading.last = policy.last
+            self.offloading.in_step = policy == IN_STEP
 
     def use_stage(self, zero_stage: ZeroStage) -> None:
         """Set for a run what stays gathered between forward and backward."""
