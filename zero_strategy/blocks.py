@@ -5,7 +5,7 @@ collectives no longer hide under compute; the repeated block of a network is the
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -155,6 +155,14 @@ def owners(module: nn.Module, units: dict[str, nn.Module]) -> dict[int, set[str]
         for parameter in sub.parameters(recurse=False):
             owners[id(parameter)].add(own)
     return owners
+
+
+def unit_parameters(module: nn.Module, units: Units) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield each parameter once, under its first name, with its unit; "" is the root."""
+    owner = owners(module, units.modules)
+    for name, parameter in module.named_parameters():
+        (unit,) = owner[id(parameter)]
+        yield unit, name, parameter
 
 
 def _without_tied(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from zero_strategy.adopt import adam_step, optimizer_problems
-from zero_strategy.blocks import Units, owners, parameter_names
+from zero_strategy.blocks import Units, parameter_names, unit_parameters
 from zero_strategy.config import OffloadConfig, ZeroStage
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
@@ -70,7 +70,6 @@ class Offloading:
         sums: bool,
     ) -> None:
         self._module, self._mesh, self._device = module, mesh, device
-        self.grad_norm: Tensor | None = None
         self.last = True
         """Whether the backward that runs is the last before the optimizer steps."""
         self.in_step = False
@@ -119,7 +118,7 @@ class Offloading:
     @torch.no_grad()
     def take(self, unit: nn.Module) -> None:
         """Move a unit's fp32 weights to the host and leave bf16 ones; before it is sharded."""
-        names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
+        names = {id(p): n for n, p in self._module.named_parameters()}
         for parameter in unit.parameters():
             name = names[id(parameter)]
             if isinstance(parameter, DTensor) or name not in self._layout.sizes:
@@ -259,7 +258,7 @@ class Offloading:
         problems = [p for optimizer in optimizers for p in optimizer_problems(optimizer)]
         if problems:
             raise ValueError("\n".join(problems))
-        self._names = {id(p): n for n, p in reversed(list(parameter_names(self._module)))}
+        self._names = {id(p): n for n, p in self._module.named_parameters()}
         self._optimizers = list(optimizers)
         self._watched = watched
         for optimizer in optimizers:
@@ -294,18 +293,20 @@ class Offloading:
             dist.all_reduce(square, group=self._mesh.get_group())
         return square.sqrt().float()
 
-    def clip(self, max_norm: float) -> None:
+    def clip(self, max_norm: float) -> Tensor:
         """Decide the step's scale.
 
         Args:
             max_norm: bound of the global norm; 0 for none.
+
+        Returns: the global norm, 0-dim, fp32, on the CPU.
 
         Raises:
             NonFiniteGradientError: the norm is not finite; the step is dropped.
 
         Cost: one host sync, one all-reduce of 8 bytes.
         """
-        self.grad_norm = norm = self.norm().cpu()
+        norm = self.norm().cpu()
         if not math.isfinite(float(norm)):
             step = max(self.engine.steps.values(), default=0) + 1
             self.abandon()
@@ -317,6 +318,7 @@ class Offloading:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else 1.0
         self._scale = float(scale)
+        return norm
 
     def _step(self) -> None:
         if not self._decided:
@@ -460,15 +462,10 @@ def _default_threads() -> int:
 
 def _unit_sizes(module: nn.Module, units: Units, mesh: DeviceMesh) -> dict[str, dict[str, int]]:
     """Unit -> trained parameter -> elements of this rank's shard; the root first."""
-    owner = owners(module, units.modules)
     sizes: dict[str, dict[str, int]] = {name: {} for name in (ROOT, *units.modules)}
-    seen: set[int] = set()
-    for name, parameter in parameter_names(module):
-        if id(parameter) in seen or not parameter.requires_grad:
-            continue
-        seen.add(id(parameter))
-        (unit,) = owner[id(parameter)]
-        sizes[unit][name] = _shard_size(parameter.shape, mesh)
+    for unit, name, parameter in unit_parameters(module, units):
+        if parameter.requires_grad:
+            sizes[unit][name] = _shard_size(parameter.shape, mesh)
     return sizes
 
 

@@ -213,9 +213,7 @@ class ZeroPrecision(Precision):
                 "gradients have left the device. Use 'norm', or train without offload."
             )
         self._unclipped = None
-        self._norms_seen += 1
-        offloading.clip(float(clip_val))
-        self._grad_norm = offloading.grad_norm
+        self._grad_norm = offloading.clip(float(clip_val))
 
     def _judge(self, norm: Tensor, optimizer: Optimizer) -> None:
         self._norms_seen += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zero_strategy.blocks import Units, owners, parameter_names
+from zero_strategy.blocks import Units, unit_parameters
 
 ROOT = ""
 """Name of the unit that holds what no other unit holds."""
@@ -32,14 +32,8 @@ def unit_sizes(module: nn.Module, units: Units, world_size: int) -> dict[str, Un
     Returns:
         Unit -> size, the root first, then in forward order.
     """
-    owner = owners(module, units.modules)
     counts = {name: [0, 0] for name in (ROOT, *units.modules)}
-    seen: set[int] = set()
-    for _, parameter in parameter_names(module):
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        (unit,) = owner[id(parameter)]
+    for unit, _, parameter in unit_parameters(module, units):
         rows, *others = parameter.shape or (1,)
         counts[unit][not parameter.requires_grad] += -(-rows // world_size) * math.prod(others)
     return {name: UnitSize(trained=t, frozen=f) for name, (t, f) in counts.items()}
