@@ -80,6 +80,17 @@ class OffloadConfig:
         return found
 
 
+def grad_itemsize(grad_dtype: GradDtype, *, sums: bool) -> int:
+    """Return the bytes of an offloaded parameter's gradient on its way to the host.
+
+    Args:
+        grad_dtype: as in `OffloadConfig`.
+        sums: whether a step's gradient is a sum over ranks or micro-batches. A single gradient of
+            bf16 weights is bf16 already; a sum needs more.
+    """
+    return 4 if grad_dtype == "fp32" or (grad_dtype == "auto" and sums) else 2
+
+
 def as_offload_config(offload: object) -> object:
     """Return what a placement's name alone stands for; anything else as it is."""
     return OffloadConfig(placement=cast(Placement, offload)) if offload in _PLACEMENTS else offload

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.adopt import adam_step, optimizer_problems
 from zero_strategy.blocks import Units, parameter_names, unit_parameters
-from zero_strategy.config import OffloadConfig, ZeroStage
+from zero_strategy.config import OffloadConfig, ZeroStage, grad_itemsize
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
 from zero_strategy.kernels.adam import AdamStep, split
@@ -74,9 +74,8 @@ class Offloading:
         """Whether the backward that runs is the last before the optimizer steps."""
         self.in_step = False
         """Whether a forward is one of a training step, and not repeated in the backward."""
-        # A single gradient of bf16 weights is bf16 already; a sum needs more.
-        exact = config.grad_dtype == "fp32" or (config.grad_dtype == "auto" and sums)
-        self._grad_dtype = torch.float32 if exact else torch.bfloat16
+        itemsize = grad_itemsize(config.grad_dtype, sums=sums)
+        self._grad_dtype = torch.float32 if itemsize == 4 else torch.bfloat16
         sizes = _unit_sizes(module, units, mesh)
         self._layout = Layout.of(sizes, config.chunk_elements)
         self._threads = config.threads or _default_threads()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_strategy.config import GradDtype, ZeroStage
+from zero_strategy.config import GradDtype, ZeroStage, grad_itemsize
 from zero_strategy.offload.layout import Layout
 from zero_strategy.planning.sizes import UnitSize
 
@@ -69,8 +69,7 @@ class Job:
     @property
     def grad_itemsize(self) -> int:
         """Bytes of an offloaded parameter's gradient on its way to the host."""
-        exact = self.grad_dtype == "fp32" or (self.grad_dtype == "auto" and self.sums)
-        return 4 if exact else 2
+        return grad_itemsize(self.grad_dtype, sums=self.sums)
 
     @property
     def trained(self) -> int:
