@@ -46,7 +46,7 @@ def fitting_changes(config: RunConfig, machine: Machine) -> list[tuple[Change, P
             if any(other.num_nodes <= change.num_nodes for other in smaller):
                 continue
             job = job_of(change.config, machine)
-            if not any(missing_bytes(job, machine, default_share(change.config))):
+            if not any(missing_bytes(job, machine, default_share(change.config, job, machine))):
                 found[paths] = change
         if len(found) >= ENOUGH:
             break

@@ -17,7 +17,7 @@ from zero_strategy.experiments.models.gpt import GPT, GPTConfig
 from zero_strategy.experiments.schema import RunConfig
 from zero_strategy.planning.job import Job
 from zero_strategy.planning.machines import Machine
-from zero_strategy.planning.offload_plan import Plan, plan_job
+from zero_strategy.planning.offload_plan import Plan, choose_placement, plan_job
 from zero_strategy.planning.sizes import UnitSize, unit_sizes
 from zero_strategy.presets import PRESETS
 
@@ -47,13 +47,15 @@ def planned(config: RunConfig, machine: Machine, host_share: float | None = None
         host_share: as in `plan_job`; by default all, and None without offload.
     """
     job = job_of(config, machine)
-    share = default_share(config) if host_share is None else host_share
+    share = default_share(config, job, machine) if host_share is None else host_share
     return Planned(job, plan_job(job, machine, share))
 
 
-def default_share(config: RunConfig) -> float | None:
+def default_share(config: RunConfig, job: Job, machine: Machine) -> float | None:
     """Return the part of the state that the strategy puts in host memory; None without offload."""
-    return 1.0 if "offload" in PRESETS[config.trainer.strategy] else None
+    if "offload" not in PRESETS[config.trainer.strategy]:
+        return None
+    return choose_placement(job, machine) if machine.num_gpus else 1.0
 
 
 def job_of(config: RunConfig, machine: Machine) -> Job:
@@ -84,7 +86,7 @@ def job_of(config: RunConfig, machine: Machine) -> Job:
         compute_itemsize=compute,
         reduce_itemsize=reduced,
         grad_dtype=OffloadConfig().grad_dtype,
-        stream_share=OffloadConfig().stream_share if machine.num_gpus else 0.0,
+        lanes=OffloadConfig().lanes if machine.num_gpus else "cpu",
         chunk_elements=OffloadConfig().chunk_elements,
         micro_batches=trainer.accumulate,
         tokens_per_step=tokens,

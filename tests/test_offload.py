@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+import zero_strategy.offloading
 from tests import lit
 from tests.ranks import ranks
 from zero_strategy import OffloadConfig, ShardedEMA, ZeroStrategy
@@ -160,6 +162,53 @@ def test_offloaded_run_equals_masters_on_the_device_bit_for_bit(
     expected = on_device(stage, accumulate, clip, world_size)
     outcomes = ranks(world_size).run(_offloaded, stage, accumulate, clip, mode)
     for (want_losses, want), (losses, masters, weights) in zip(expected, outcomes, strict=True):
+        assert losses == want_losses
+        assert masters.keys() == want.keys()
+        for name, master in want.items():
+            assert torch.equal(masters[name], master), name
+            rounded = (((master.view(torch.int32) + 0x8000) >> 16) << 16).view(torch.float32)
+            assert torch.equal(weights[name].float(), rounded), name
+
+
+# Placement.
+
+
+def _placed(placement: Any, room: int, accumulate: int) -> tuple[list[float], dict, dict, float]:
+    before: list[weakref.ref[Any]] = []
+
+    def device_room(device: Any) -> int:
+        before.append(weakref.ref(strategy.sharded.offloading.engine))
+        return room
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_strategy.offloading, "device_room", device_room)
+        module = Lit()
+        config = OffloadConfig(placement=placement, chunk_elements=512, threads=1)
+        strategy = ZeroStrategy(stage=3, offload=config)
+        run = lit.trainer(strategy, **_options(3, accumulate, 0.5))
+        run.fit(module, lit.loader())
+    # Once, at the first step; and the memory of where state lay before is free.
+    assert [ref() for ref in before] == ([None] if placement == "auto" else [])
+    masters = {n: local(t) for n, t in strategy.sharded.offloading.masters().items()}
+    weights = {n: local(p.detach()) for n, p in module.named_parameters() if n in masters}
+    return module.losses, masters, weights, strategy.sharded.offloading.share
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("placement", "room"), [(0.0, 0), (0.6, 0), ("host", 10**9), ("auto", 10**9), ("auto", 60_000)]
+)
+def test_where_state_lies_changes_no_bit(
+    placement: Any, room: int, accumulate: int, world_size: int
+) -> None:
+    expected = on_device(3, accumulate, 0.5, world_size)
+    outcomes = ranks(world_size).run(_placed, placement, room, accumulate)
+    for (want_losses, want), (losses, masters, weights, share) in zip(
+        expected, outcomes, strict=True
+    ):
+        if placement == "auto":
+            assert share == 0.0 if room == 10**9 else 0.0 < share < 1.0
         assert losses == want_losses
         assert masters.keys() == want.keys()
         for name, master in want.items():

@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.delayed import DelayedLane, DelayedLink
 from zero_strategy.kernels.adam import AdamStep
 from zero_strategy.offload.engine import OffloadEngine
 from zero_strategy.offload.host import HostState
-from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane, spread
+from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.layout import Layout
-from zero_strategy.offload.link import link_for
+from zero_strategy.offload.link import CudaLink, Link, link_for
+from zero_strategy.offload.resident import ResidentState
+from zero_strategy.offload.tiers import TieredState
 
 NUM_STEPS = 40
 SPIKES = {7: 30.0, 9: 30.0, 17: 300.0, 25: math.inf, 33: math.inf}
@@ -150,7 +153,7 @@ class Run:
         grad_dtype: torch.dtype,
         *,
         device: str = "cpu",
-        stream_share: float = 0.0,
+        lanes: str = "cpu",
     ) -> None:
         self.model = build()
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -167,22 +170,24 @@ class Run:
             state.write_master(name, master)
             trained[name].data = state.upper(name).view_as(trained[name]).to(device)
         pinned = device == "cuda"
-        link = link_for(torch.device(device))
+        late = DelayedLink(seed=1)
+        link: Link = late if lanes.startswith("delayed") else link_for(torch.device(device))
         longest = layout.slot_length
-        lanes: list[Lane] = [
-            CpuLane(link, longest, num_wires=2, threads=1, pinned=pinned) for _ in range(2)
+        num_cpu = {"cpu": 2, "both": 1, "delayed cpu": 2, "delayed both": 1}.get(lanes, 0)
+        chosen: list[Lane] = [
+            CpuLane(link, longest, num_wires=2, threads=1, pinned=pinned) for _ in range(num_cpu)
         ]
-        lane_of = [index % 3 % 2 for index in range(len(layout.chunks))]
-        if pinned:
-            lanes[1] = StreamLane(torch.device(device), longest, grad_dtype=grad_dtype, num_slots=2)
-            lane_of = spread(len(layout.chunks), stream_share)
-            state.pin(layout.chunks)
+        if lanes in ("delayed both", "delayed stream"):
+            chosen.append(DelayedLane(late, 2, leaves=num_cpu))
+        if isinstance(link, CudaLink) and lanes != "cpu":
+            state.pin(range(len(layout.chunks)))
+            chosen.append(
+                StreamLane(link, longest, grad_dtype=grad_dtype, num_slots=2, leaves=num_cpu)
+            )
         self.engine = OffloadEngine(
-            layout=layout,
-            state=state,
+            state=TieredState(state, ResidentState({})),
             weights={n: p.detach().view(-1) for n, p in trained.items()},
-            lanes=lanes,
-            lane_of=lane_of,
+            lanes=chosen,
             link=link,
             grad_dtype=grad_dtype,
             spare_slots=3,
@@ -265,6 +270,17 @@ def test_every_mode_repeats_torch_bit_for_bit(mode, max_norm, num_micro, grad_dt
     assert_equal(run, want)
 
 
+@pytest.mark.parametrize("lanes", ["delayed cpu", "delayed both", "delayed stream"])
+@pytest.mark.parametrize("mode", ["deferred", "late", "staged"])
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+def test_copies_and_passes_that_end_late_change_no_bit(mode, max_norm, lanes):
+    run = Run(max_norm, 1, torch.bfloat16, lanes=lanes)
+    run.engine.mode = mode
+    for _ in range(NUM_STEPS):
+        run.step()
+    assert_equal(run, expected(max_norm, 1, torch.bfloat16))
+
+
 def test_modes_may_change_and_the_run_be_flushed_at_any_step():
     run = Run(2.0, 1, torch.bfloat16)
     modes = itertools.cycle(["deferred", "late", "deferred", "staged", "staged", "late", "late"])
@@ -294,12 +310,12 @@ def outcome(run: Run) -> dict[str, Tensor]:
 def test_lanes_and_modes_change_no_bit_on_a_gpu(max_norm, grad_dtype):
     want = None
     for mode in ("staged", "deferred", "late"):
-        for share in (0.0, 0.5, 1.0):
-            run = Run(max_norm, 2, grad_dtype, device="cuda", stream_share=share)
+        for lanes in ("cpu", "both", "stream"):
+            run = Run(max_norm, 2, grad_dtype, device="cuda", lanes=lanes)
             run.engine.mode = mode
             for _ in range(NUM_STEPS):
                 run.step()
             got = outcome(run)
             want = want or got
             for name, value in want.items():
-                assert torch.equal(got[name], value), (mode, share, name)
+                assert torch.equal(got[name], value), (mode, lanes, name)

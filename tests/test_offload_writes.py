@@ -1,14 +1,17 @@
 """Under offload: what the module's owner does to its weights and optimizer."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import zero_strategy.offloading
 from tests import lit
 from tests.ranks import ranks
 from tests.test_offload import Lit, _options, on_device
+from zero_strategy import OffloadConfig, ZeroStrategy
 from zero_strategy.gradient import local
 
 
@@ -122,6 +125,50 @@ def test_weights_written_to_the_module_are_taken_over_as_bf16_holds_them(
 ) -> None:
     for distance, _ in ranks(world_size).run(_write, hook, how, when):
         assert distance <= 2**-8
+
+
+def _write_placed(placement: Any, hook: str, when: str) -> tuple[str, float, float]:
+    """What an optimizer on the device is told, and where its state ends up."""
+    module = Lit()
+    module.lr = 0.0
+    write = Writes(hook, "in place")
+    before = Lit().gpt.head.weight.detach()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(zero_strategy.offloading, "device_room", lambda device: 10**9)
+        strategy = ZeroStrategy(stage=3, offload=OffloadConfig(placement=placement))
+        callbacks = [write] if when == "during" else []
+        run = lit.trainer(strategy, **_options(3, 1, 0.5) | {"callbacks": callbacks})
+        try:
+            run.fit(module, lit.loader())
+        except RuntimeError as error:
+            return str(error), 0.0, strategy.sharded.offloading.share
+        if when == "after":
+            write.write(module, "in place")
+        got = strategy.masters()["gpt.head.weight"].full_tensor()
+        said = [str(w.message) for w in caught if "written to between" in str(w.message)]
+    distance = float((got - before * 0.5).abs().max() / before.abs().max())
+    return " ".join(said), distance, strategy.sharded.offloading.share
+
+
+@pytest.mark.parametrize(
+    ("placement", "hook", "when", "said", "share"),
+    [
+        # Moved to the device only where nothing was written by then.
+        ("auto", "on_train_batch_end", "during", "", 1.0),
+        ("auto", "on_train_end", "after", "gpt.head.weight was written to between two runs", 0.0),
+        (0.0, "on_fit_start", "during", "gpt.head.weight was written to between two runs", 0.0),
+        (0.0, "on_train_batch_end", "during", "placement='host'", 0.0),
+    ],
+)
+def test_a_write_that_cannot_be_taken_apart_is_said(
+    placement: Any, hook: str, when: str, said: str, share: float
+) -> None:
+    told, distance, got_share = ranks(1).run(_write_placed, placement, hook, when)[0]
+    assert said in told
+    assert bool(told) == bool(said)
+    assert distance <= 2**-8
+    assert got_share == share
 
 
 def _find_lr() -> list[float]:

@@ -4,9 +4,10 @@ Each default has its one home here; everything below takes the values as require
 """
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeGuard, cast, get_args
 
 from torch import nn
 
@@ -15,6 +16,7 @@ PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 InitDevice = Literal["cpu", "meta"]
 Placement = Literal["auto", "host"]
 GradDtype = Literal["auto", "bf16", "fp32"]
+Lanes = Literal["cpu", "stream", "both"]
 _PLACEMENTS = get_args(Placement)
 
 _PLANNED = {
@@ -45,14 +47,18 @@ def refusal(path: str, value: object, allowed: Iterable[object], fix: str = "") 
 class OffloadConfig:
     """Where optimizer state lies, and what works on it there."""
 
-    placement: Placement = "auto"
-    """"host" keeps all of it in host memory; "auto" does the same in this release."""
+    placement: Placement | float = "auto"
+    """The part of the state in host memory, as a share of the trained parameters; "host" is 1.
+    "auto" takes the first step with as much there as fits, then moves to the GPU what has room."""
     grad_dtype: GradDtype = "auto"
     """Of gradients on their way to the host: "auto" takes bf16 where nothing is rounded by it (one
     rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
-    stream_share: float = 0.0
-    """Share of the state that is stepped on the GPU, through which it is streamed; the host's cores
-    step the rest. Without a GPU they step all. 0, because measured slower so far."""
+    lanes: Lanes = "cpu"
+    """What steps the state in host memory: the host's "cpu", the GPU, through which it is streamed
+    ("stream"), or "both", each taking what is most urgent. Without a GPU it is the CPU."""
+    pin_budget_gib: float | None = None
+    """Host memory that may be pinned for state that is streamed; None for all of it. What is not
+    pinned is stepped by the CPU."""
     threads: int | None = None
     """Of a pass over the state; None takes this rank's share of the cores but two, which queue the
     device's work and the copies."""
@@ -62,13 +68,19 @@ class OffloadConfig:
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""
         found = []
-        if self.placement not in _PLACEMENTS:
-            found.append(refusal("zero.offload.placement", self.placement, _PLACEMENTS))
+        placement = self.placement
+        if placement not in _PLACEMENTS and not _is_share(placement):
+            allowed = [*_PLACEMENTS, "in [0, 1]"]
+            found.append(refusal("zero.offload.placement", placement, allowed))
         if self.grad_dtype not in get_args(GradDtype):
             found.append(refusal("zero.offload.grad_dtype", self.grad_dtype, get_args(GradDtype)))
-        share = self.stream_share
-        if not isinstance(share, float | int) or not 0 <= share <= 1:
-            found.append(refusal("zero.offload.stream_share", share, ["in [0, 1]"], "Use 0.5."))
+        if self.lanes not in get_args(Lanes):
+            found.append(refusal("zero.offload.lanes", self.lanes, get_args(Lanes)))
+        budget = self.pin_budget_gib
+        if budget is not None and not (_is_number(budget) and 0 <= budget < math.inf):
+            fix = "Use None to pin what is needed."
+            allowed = ["None, or 0 and more"]
+            found.append(refusal("zero.offload.pin_budget_gib", budget, allowed, fix))
         threads = self.threads
         if threads is not None and (type(threads) is not int or threads < 1):
             fix = "Use None for one per core."
@@ -78,6 +90,14 @@ class OffloadConfig:
             fix = "Use 16777216."
             found.append(refusal("zero.offload.chunk_elements", chunk, ["a multiple of 64"], fix))
         return found
+
+
+def _is_share(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, float | int) and not isinstance(value, bool)
 
 
 def grad_itemsize(grad_dtype: GradDtype, *, sums: bool) -> int:

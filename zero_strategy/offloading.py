@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -24,22 +25,29 @@ from torch.optim import Optimizer
 
 from zero_strategy.adopt import adam_step, optimizer_problems
 from zero_strategy.blocks import Units, parameter_names, unit_parameters
-from zero_strategy.config import OffloadConfig, ZeroStage, grad_itemsize
+from zero_strategy.config import OffloadConfig, ZeroStage
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
-from zero_strategy.kernels.adam import AdamStep, split
+from zero_strategy.kernels.adam import AdamStep, join, split
+from zero_strategy.offload.assemble import make_engine
 from zero_strategy.offload.chunk import Hyper
 from zero_strategy.offload.engine import OffloadEngine
 from zero_strategy.offload.host import HostState
-from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane, spread
 from zero_strategy.offload.layout import Layout
-from zero_strategy.offload.link import link_for
+from zero_strategy.offload.resident import ResidentState
+from zero_strategy.offload.tiers import TieredState
 from zero_strategy.planning.host_memory import check_host_memory, host_room
-from zero_strategy.planning.job import NUM_WIRES, STREAM_SLOTS, Job, num_spare_slots
+from zero_strategy.planning.job import Job, host_units
 from zero_strategy.planning.machines import H200
+from zero_strategy.planning.placement import (
+    device_bytes,
+    device_room,
+    fitting_share,
+    starting_share,
+)
 from zero_strategy.planning.remedies import host_remedies
 from zero_strategy.planning.sizes import ROOT, unit_sizes
-from zero_strategy.planning.tiers import host_parts
+from zero_strategy.planning.tiers import RESIDENT_BYTES, host_parts, total_bytes
 
 # Over about so many steps, and above so large a share, steps are taken to be clipped often.
 _CLIP_STEPS = 4
@@ -48,7 +56,7 @@ _CLIP_OFTEN = 0.3
 
 @final
 class Offloading:
-    """The optimizer state of one module in host memory.
+    """The optimizer state of one module, in host memory and beside its weights.
 
     Args:
         module: the user's module, built or on meta, not yet sharded.
@@ -56,7 +64,8 @@ class Offloading:
         mesh: one axis, over which parameters are cut along their first dim.
         device: this rank's.
         config: what the user asked for.
-        sums: whether a step's gradient is a sum over ranks or micro-batches.
+        job: the same as numbers.
+        share: of the trained parameters, whose state lies in host memory at first.
     """
 
     def __init__(
@@ -67,20 +76,23 @@ class Offloading:
         *,
         device: torch.device,
         config: OffloadConfig,
-        sums: bool,
+        job: Job,
+        share: float,
     ) -> None:
         self._module, self._mesh, self._device = module, mesh, device
+        self._config, self._job = config, job
+        self.share = share
+        """Of the trained parameters, whose state lies in host memory."""
         self.last = True
         """Whether the backward that runs is the last before the optimizer steps."""
         self.in_step = False
         """Whether a forward is one of a training step, and not repeated in the backward."""
-        itemsize = grad_itemsize(config.grad_dtype, sums=sums)
-        self._grad_dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-        sizes = _unit_sizes(module, units, mesh)
-        self._layout = Layout.of(sizes, config.chunk_elements)
-        self._threads = config.threads or _default_threads()
-        self._stream_share = config.stream_share
-        self._state = HostState(self._layout)
+        self._grad_dtype = torch.float32 if job.grad_itemsize == 4 else torch.bfloat16
+        self._sizes = _unit_sizes(module, units, mesh)
+        self._unit_of = {name: unit for unit, sizes in self._sizes.items() for name in sizes}
+        self._host = HostState(self._layout(share))
+        self._lowers: dict[str, Tensor] = {}
+        """Lower halves of weights whose state stays on the device, until they are sharded."""
         self._engine: OffloadEngine | None = None
         self._optimizers: list[Optimizer] = []
         self._names: dict[int, str] = {}
@@ -88,11 +100,16 @@ class Offloading:
         self._aliases: dict[str, str] = {}
         """Every name of an offloaded parameter -> the one it has here."""
         self._versions: dict[str, int] = {}
+        self._was_written = False
+        self._runs = False
         self._forwards: dict[str, int] = {}
         self._scale = 1.0
         self._watched = False
         self._clip_rate = 0.0
         self._decided = False
+        self._moves = config.placement == "auto" and share > 0
+        """State is still to be moved to the device, once a step has shown what has room there."""
+        self._steps_until_move = 1
         self._reduced: Tensor | None = None
         self._taken = 0
 
@@ -104,31 +121,44 @@ class Offloading:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of this rank's state and of gradients that wait to be committed."""
-        return self._layout.length * (12 + self._grad_dtype.itemsize)
+        """What this rank takes of the host's memory."""
+        return total_bytes(host_parts(self._job, self.share))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of the state that stays there, the weights not counted."""
+        on_host = set(host_units(self._job.units, self.share))
+        sizes = (n for u, own in self._sizes.items() if u not in on_host for n in own.values())
+        return RESIDENT_BYTES * sum(sizes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that are offloaded."""
-        return tuple(self._layout.sizes)
+        """The parameters whose optimizer is the engine."""
+        return tuple(self._unit_of)
+
+    def _layout(self, share: float) -> Layout:
+        """Return the chunks of what lies in host memory."""
+        on_host = {unit: self._sizes[unit] for unit in host_units(self._job.units, share)}
+        return Layout.of(on_host, self._config.chunk_elements)
 
     # Set-up.
 
     @torch.no_grad()
     def take(self, unit: nn.Module) -> None:
-        """Move a unit's fp32 weights to the host and leave bf16 ones; before it is sharded."""
+        """Keep a unit's fp32 weights as its state and leave bf16 ones; before it is sharded."""
         names = {id(p): n for n, p in self._module.named_parameters()}
         for parameter in unit.parameters():
             name = names[id(parameter)]
-            if isinstance(parameter, DTensor) or name not in self._layout.sizes:
+            if isinstance(parameter, DTensor) or name not in self._unit_of:
                 continue
             master = parameter.detach().contiguous()
-            own = distribute_tensor(master, self._mesh, [Shard(0)], src_data_rank=None)
-            self._state.write_master(name, own.to_local().flatten().cpu())
-            upper = torch.empty_like(master, dtype=torch.bfloat16)
-            lower = torch.empty_like(master, dtype=torch.int16)
-            split(master.view(-1), upper.view(-1), lower.view(-1))
-            parameter.data = upper
+            shard = distribute_tensor(master, self._mesh, [Shard(0)], src_data_rank=None)
+            own = shard.to_local().flatten()
+            if name in self._host.layout.sizes:
+                self._host.write_master(name, own)
+            else:
+                self._lowers[name] = _halves(own)[1]
+            parameter.data = _halves(master.view(-1))[0].view_as(master)
 
     def start(self, root: nn.Module, units: Mapping[str, nn.Module]) -> None:
         """Hang the engine into the sharded module.
@@ -137,56 +167,67 @@ class Offloading:
             root: the root unit's module.
             units: qualified name -> the other units' modules.
         """
-        link = link_for(self._device)
-        pinned = self._device.type == "cuda"
-        layout = self._layout
-        cpu = CpuLane(
-            link, layout.slot_length, num_wires=NUM_WIRES, threads=self._threads, pinned=pinned
-        )
-        lanes: list[Lane] = [cpu]
-        lane_of = [0] * len(layout.chunks)
-        if pinned and self._stream_share > 0:
-            lanes.append(
-                StreamLane(
-                    self._device,
-                    layout.slot_length,
-                    grad_dtype=self._grad_dtype,
-                    num_slots=STREAM_SLOTS,
-                )
-            )
-            lane_of = spread(len(layout.chunks), self._stream_share)
-            self._state.pin([c for c, lane in zip(layout.chunks, lane_of, strict=True) if lane])
-        parameters = {n: p for n, p in parameter_names(self._module) if n in layout.sizes}
-        self._engine = OffloadEngine(
-            layout=layout,
-            state=self._state,
-            # `.data` counts its own versions, so what others write to the weights shows in theirs.
-            weights={n: local(p.detach()).data.view(-1) for n, p in parameters.items()},
-            lanes=lanes,
-            lane_of=lane_of,
-            link=link,
-            grad_dtype=self._grad_dtype,
-            spare_slots=num_spare_slots(len(layout.chunks)),
-            pinned=pinned,
-        )
+        parameters = {n: p for n, p in parameter_names(self._module) if n in self._unit_of}
         self._parameters = parameters
         first = {id(p): n for n, p in parameters.items()}
         self._aliases = {
             n: first[id(p)] for n, p in parameter_names(self._module) if id(p) in first
         }
+        state = TieredState(self._host, ResidentState(self._weights(self._lowers)))
+        for name, lower in self._lowers.items():
+            upper = self._weights((name,))[name]
+            state.resident.write_master(name, join(upper, lower))
+        self._lowers.clear()
+        self._engine = self._make_engine(state)
         self._note_versions()
-        unit_of = {p.name: c.unit for c in layout.chunks for p in c.pieces}
-        unit_of |= {name: ROOT for name in parameters if name not in unit_of}  # empty shards
         for name, parameter in parameters.items():
             num_padded = _rows_per_rank(parameter.shape, self._mesh) * math.prod(
                 parameter.shape[1:]
             )
-            taker = self._taker(unit_of[name], name, num_padded)
+            taker = self._taker(self._unit_of[name], name, num_padded)
             parameter.register_post_accumulate_grad_hook(taker)
         for name, unit in {ROOT: root, **units}.items():
             assert isinstance(unit, FSDPModule), "units are sharded before the engine starts"
             unit.register_forward_pre_hook(self._fetcher(name), prepend=True)
             unit.set_all_reduce_hook(self._tap)
+
+    def _weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return flat views of this rank's shards.
+
+        `.data` counts its own versions, so what others write to the weights shows in theirs.
+        """
+        return {n: local(self._parameters[n].detach()).data.view(-1) for n in names}
+
+    def _make_engine(self, state: TieredState) -> OffloadEngine:
+        weights = self._weights(state.host.layout.sizes)
+        return make_engine(
+            state, weights, device=self._device, config=self._config, grad_dtype=self._grad_dtype
+        )
+
+    def _move_to_device(self) -> None:
+        """Move to the device what has room there; between a step's last gradient and its seal."""
+        self._moves = False
+        if self._was_written or self.engine.mode != "staged":
+            return  # Where others write to weights, the host's copy of them is needed.
+        share = fitting_share(self._job, self.share, device_room(self._device))
+        if share == self.share:
+            return
+        grads = self.engine.withdraw()
+        self.engine.close()
+        before, steps = self.engine.state, self.engine.steps
+        # Its gradients' memory is let go before the next engine takes its own.
+        self._engine = None
+        layout = self._layout(share)
+        resident = [name for name in self.names if name not in layout.sizes]
+        state = TieredState(HostState(layout), ResidentState(self._weights(resident)))
+        state.take_over(before, with_moments=any(steps.values()))
+        self.share, self._host = share, state.host
+        del before
+        self._engine = self._make_engine(state)
+        self._engine.steps = steps
+        for name, grad in grads.items():
+            self._engine.receive(name, grad.to(self._device), self._hyper, last=True)
+        self._note_versions()
 
     def _fetcher(self, unit: str) -> Callable[..., None]:
         def fetch(*_: object) -> None:
@@ -199,6 +240,7 @@ class Offloading:
         """Before the forward of a micro-batch."""
         self._forwards.clear()
         self._take_over_writes()
+        self._runs = True
 
     def _note_versions(self) -> None:
         self._versions = {n: p._version for n, p in self._parameters.items()}
@@ -211,15 +253,33 @@ class Offloading:
         written = [n for n, p in self._parameters.items() if p._version != self._versions[n]]
         if not written:
             return
+        self._was_written = True
         self.engine.flush()
+        state = self.engine.state
         for name in written:
+            if name in state.resident:
+                self._take_resident(name)
+                continue
             there = local(self._parameters[name].detach()).flatten().cpu()
-            changed = there != self._state.upper(name)
+            changed = there != state.host.upper(name)
             if changed.any():
-                master = self._state.master(name)
+                master = state.master(name)
                 master[changed] = there[changed].float()
-                self._state.write_master(name, master)
+                state.write_master(name, master)
         self._note_versions()
+
+    def _take_resident(self, name: str) -> None:
+        if self._runs:
+            raise RuntimeError(
+                f"{name} was written to while its fp32 weights are kept beside it on the device: "
+                "must be left alone during a run, since which of its elements changed cannot be "
+                "told. Keep them in host memory, with OffloadConfig(placement='host')."
+            )
+        warnings.warn(
+            f"{name} was written to between two runs: its fp32 weights are now the bf16 ones.",
+            stacklevel=2,
+        )
+        self.engine.state.resident.take_weights(name)
 
     def _tap(self, reduced: Tensor) -> None:
         """Keep a unit's gradients as they were reduced: what follows rounds them to bf16.
@@ -260,6 +320,10 @@ class Offloading:
         self._names = {id(p): n for n, p in self._module.named_parameters()}
         self._optimizers = list(optimizers)
         self._watched = watched
+        # Until it is known what moves to the device, nothing is sent there. Whoever can look at
+        # weights can write to them, which shows before the second step.
+        self._steps_until_move = 2 if watched else 1
+        self.engine.mode = "staged" if self._moves else "deferred"
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: self._step())
         self._hyper()
@@ -268,7 +332,7 @@ class Offloading:
 
     def _hyper(self) -> Hyper:
         """Read the optimizers' groups, which schedulers change and callbacks add to."""
-        hyper: dict[str, AdamStep | None] = dict.fromkeys(self._layout.sizes)
+        hyper: dict[str, AdamStep | None] = dict.fromkeys(self._unit_of)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -323,11 +387,15 @@ class Offloading:
         if not self._decided:
             self.clip(0.0)
         self._decided = False
+        self._steps_until_move -= 1
+        if self._moves and self._steps_until_move <= 0:
+            self._move_to_device()
         self.engine.seal(self._scale, self._hyper())
         clipped = self._scale < 1
         self._clip_rate += (clipped - self._clip_rate) / _CLIP_STEPS
         # Where most steps are clipped, a preview with scale 1 is work for nothing.
-        self.engine.mode = "late" if self._clip_rate > _CLIP_OFTEN else "deferred"
+        if not self._moves:
+            self.engine.mode = "late" if self._clip_rate > _CLIP_OFTEN else "deferred"
         if self._watched:
             self.engine.fetch_all()
 
@@ -349,18 +417,19 @@ class Offloading:
         """End the workers until the next run; what they still had to do is done."""
         self.abandon()
         self.engine.close()
+        self._runs = False
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 weights, sharded as their parameters are, under each of their names."""
         self._settle()
-        shards = {n: self._as_shard(n, self._state.master(n)) for n in self.names}
+        shards = {n: self._as_shard(n, self.engine.state.master(n)) for n in self.names}
         return {alias: shards[n] for alias, n in self._aliases.items()}
 
     def write_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take fp32 weights, sharded as their parameters are, and send them to the device."""
         self.engine.flush()
         for alias, master in masters.items():
-            self._state.write_master(self._aliases[alias], local(master).flatten().cpu())
+            self.engine.state.write_master(self._aliases[alias], local(master).flatten().cpu())
         self.engine.send()
         self._note_versions()
 
@@ -371,7 +440,7 @@ class Offloading:
         owned = {self._names[id(p)] for g in optimizer.param_groups for p in g["params"]}
         for name in self.names:
             if name in owned and self.engine.steps[name]:
-                m, v = self._state.moments(name)
+                m, v = self.engine.state.moments(name)
                 state[name] = {
                     "step": torch.tensor(float(self.engine.steps[name])),
                     "exp_avg": self._as_shard(name, m),
@@ -386,7 +455,7 @@ class Offloading:
             name = self._names[id(parameter)]
             self.engine.steps[name] = int(slots["step"])
             moments = (local(slots[k]).flatten().float().cpu() for k in ("exp_avg", "exp_avg_sq"))
-            self._state.write_moments(name, *moments)
+            self.engine.state.write_moments(name, *moments)
         optimizer.state.clear()
 
     def _as_shard(self, name: str, flat: Tensor) -> Tensor:
@@ -437,7 +506,7 @@ def make_offloading(
         world_size=mesh.size(),
         num_local_ranks=num_local_ranks,
         grad_dtype=config.grad_dtype,
-        stream_share=config.stream_share,
+        lanes=config.lanes,
         chunk_elements=config.chunk_elements,
         micro_batches=2 if sums else 1,
     )
@@ -445,18 +514,23 @@ def make_offloading(
     available = torch.tensor(room.available_bytes)
     if group is not None:
         dist.all_reduce(available, dist.ReduceOp.MIN, group=group)
-    parts = {part.purpose: part.num_bytes for part in host_parts(job, 1.0)}
+    num_bytes = int(available)
+    share = starting_share(
+        job, config.placement, host_bytes=num_bytes, device_bytes=device_bytes(device)
+    )
+    parts = {part.purpose: part.num_bytes for part in host_parts(job, share)}
     # Rates decide the order of advice alone, and hardly differ by machine.
-    remedies = host_remedies(job, H200, 1.0, int(available), fixed=True)
-    check_host_memory(parts, int(available), remedies, bound=room.bound)
-    return Offloading(module, units, mesh, device=device, config=config, sums=sums)
+    remedies = host_remedies(job, H200, share, num_bytes, fixed=config.placement == "auto")
+    check_host_memory(parts, num_bytes, remedies, bound=room.bound)
+    return Offloading(module, units, mesh, device=device, config=config, job=job, share=share)
 
 
-def _default_threads() -> int:
-    """This rank's cores but for two, where threads queue the device's work and copies."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // ranks - 2)
+def _halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both halves of fp32 weights, (n,) each."""
+    upper = torch.empty_like(master, dtype=torch.bfloat16)
+    lower = torch.empty_like(master, dtype=torch.int16)
+    split(master, upper, lower)
+    return upper, lower
 
 
 def _unit_sizes(module: nn.Module, units: Units, mesh: DeviceMesh) -> dict[str, dict[str, int]]:

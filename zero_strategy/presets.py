@@ -11,6 +11,7 @@ PRESETS: dict[str, dict[str, int | str]] = {
     "zero1_offload": {"stage": 1, "offload": "auto"},
     "zero2_offload": {"stage": 2, "offload": "auto"},
     "zero3_offload": {"stage": 3, "offload": "auto"},
+    "zero_auto": {"stage": 3, "offload": "auto"},
     "zero3_nvme": {"stage": 3, "offload": "disk"},
 }
 """Name -> keyword arguments of `ZeroStrategy`."""

@@ -6,13 +6,15 @@ from typing import Any
 
 from zero_strategy.experiments.benchmarks.case import Case
 
-NAMES = ("train_step_3b", "train_step_small", "host_syncs", "validate_then_fit_nccl")
+NAMES = ("train_step_3b", "train_step_small", "host_syncs", "validate_then_fit_nccl", "adam_cpu")
 
 OURS = "zero_strategy zero3"
 
 
 def find_case(name: str) -> Case:
     """Return a case by its name. Imports what the case needs."""
+    from zero_strategy.experiments.benchmarks.adam_cpu import AdamCpu
+    from zero_strategy.experiments.benchmarks.adam_systems import SYSTEMS
     from zero_strategy.experiments.benchmarks.host_syncs import HostSyncCase
     from zero_strategy.experiments.benchmarks.train_step import TrainStep
     from zero_strategy.experiments.benchmarks.validate_then_fit import ValidateThenFit
@@ -50,5 +52,12 @@ def find_case(name: str) -> Case:
             timeout_s=80,
         ),
         "validate_then_fit_nccl": ValidateThenFit(shape=train_step_small, timeout_s=60),
+        "adam_cpu": AdamCpu(
+            systems=tuple(SYSTEMS),
+            num_params=1 << 28,
+            repeats=5,
+            timeout_s=120,
+            build_timeout_s=300,
+        ),
     }
     return cases[name]

@@ -70,7 +70,8 @@ class Chunk:
     index: int
     state: AdamState
     targets: tuple[tuple[str, Target], ...]
-    lane: LaneQueue
+    is_pinned: bool
+    """The GPU can read and write its state where it lies."""
     filling: Gradient | None = None
     """Of which some parameters have arrived."""
     arriving: Gradient | None = None
@@ -82,6 +83,11 @@ class Chunk:
     stored: Copied = DONE
     """The last pass's end in host memory."""
     busy: bool = False
+
+    @property
+    def is_arrived(self) -> bool:
+        """Whether it waits for no copy of a gradient."""
+        return self.arriving is None or all(c.is_done() for c in self.arriving.copies)
 
     @property
     def is_sent(self) -> bool:
@@ -96,28 +102,65 @@ class Chunk:
 
 
 @dataclass(slots=True, eq=False)
-class LaneQueue:
-    """A lane, and the chunks that it is to look at."""
+class Agenda:
+    """The chunks that the lanes are to look at; each takes what is most urgent when it is free.
 
-    lane: Lane
+    The host runs ahead of the device, so a chunk is noted long before its gradient is there. Among
+    those that are, the first in forward order goes first: it came last and is needed first.
+    """
+
     urgent: list[tuple[int, Chunk]] = field(default_factory=list)
     """Those whose weights a forward waits for, by its order."""
-    arrived: deque[Chunk] = field(default_factory=deque)
+    arriving: deque[Chunk] = field(default_factory=deque)
+    """Those whose gradients are on their way, as they will come."""
+    arrived: list[tuple[int, Chunk]] = field(default_factory=list)
+    """Those whose gradients are there, in forward order."""
     idle: deque[Chunk] = field(default_factory=deque)
     """Those with a step to commit."""
-
-    def __bool__(self) -> bool:
-        return bool(self.urgent or self.arrived or self.idle)
 
     def hurry(self, chunk: Chunk) -> None:
         """Note a chunk among the urgent ones."""
         heapq.heappush(self.urgent, (chunk.index, chunk))
 
-    def pop(self) -> Chunk:
-        """Return the most urgent chunk."""
-        if self.urgent:
-            return heapq.heappop(self.urgent)[1]
-        return (self.arrived or self.idle).popleft()
+    def pop(self, lane: Lane) -> Chunk | None:
+        """Return the most urgent chunk; one whose gradient is on its way if there is no other.
+
+        None where all are to be left to the other lanes.
+        """
+        while self.arriving and self.arriving[0].is_arrived:
+            chunk = self.arriving.popleft()
+            heapq.heappush(self.arrived, (chunk.index, chunk))
+        num_ready = len(self.urgent) + len(self.arrived) + len(self.idle)
+        if lane.leaves and num_ready <= lane.leaves:
+            return None
+        for heap in (self.urgent, self.arrived):
+            if (chunk := _pop_first(heap, lane)) is not None:
+                return chunk
+        for noted in (self.idle, self.arriving):
+            if (chunk := next(filter(lane.takes, noted), None)) is not None:
+                noted.remove(chunk)
+                return chunk
+        return None
+
+    def clear(self) -> None:
+        """Forget what was noted, where nothing is left to do."""
+        for noted in (self.urgent, self.arriving, self.arrived, self.idle):
+            noted.clear()
+
+
+def _pop_first(heap: list[tuple[int, Chunk]], lane: Lane) -> Chunk | None:
+    """Pop the first chunk that a lane takes."""
+    left: list[tuple[int, Chunk]] = []
+    found = None
+    while heap and found is None:
+        entry = heapq.heappop(heap)
+        if lane.takes(entry[1]):
+            found = entry[1]
+        else:
+            left.append(entry)
+    for entry in left:
+        heapq.heappush(heap, entry)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

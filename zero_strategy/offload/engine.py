@@ -29,19 +29,19 @@ import torch
 from torch import Tensor
 
 from zero_strategy.offload.chunk import (
+    Agenda,
     Chunk,
     Gradient,
     Hyper,
-    LaneQueue,
     Pass,
     Step,
     segments_of,
     targets_of,
 )
-from zero_strategy.offload.host import HostState, SlotPool
+from zero_strategy.offload.host import SlotPool
 from zero_strategy.offload.lanes import Ended, Lane, Stepped
-from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.link import Copied, Link, Several
+from zero_strategy.offload.tiers import TieredState
 
 Mode = Literal["deferred", "late", "staged"]
 """How a gradient is met whose step's norm is not yet known; all three leave the same bits.
@@ -53,14 +53,12 @@ staged: as late, but step in one pass once the norm is known."""
 
 @final
 class OffloadEngine:
-    """Steps parameters whose optimizer state lies in host memory.
+    """Steps parameters whose optimizer state lies in host memory, or stays on the device.
 
     Args:
-        layout: the chunks, in forward order.
-        state: their weights and moments.
+        state: weights and moments; of the parameters on the host, in chunks in forward order.
         weights: parameter -> flat view of this rank's shard on the device, (n,), bf16.
         lanes: run the passes, each on a thread of its own.
-        lane_of: chunk's index -> index of its lane.
         link: moves gradients to the host.
         grad_dtype: of gradients on their way and until they are committed.
         spare_slots: gradients that can have arrived while every chunk holds one that is pending.
@@ -72,30 +70,29 @@ class OffloadEngine:
     def __init__(
         self,
         *,
-        layout: Layout,
-        state: HostState,
+        state: TieredState,
         weights: Mapping[str, Tensor],
         lanes: Sequence[Lane],
-        lane_of: Sequence[int],
         link: Link,
         grad_dtype: torch.dtype,
         spare_slots: int,
         pinned: bool,
     ) -> None:
-        self.layout = layout
+        layout = state.host.layout
         self.state = state
         self.mode: Mode = "deferred"
-        self.steps = dict.fromkeys(layout.sizes, 0)
+        self.steps = dict.fromkeys(state.names, 0)
         """Parameter -> optimizer steps it has taken."""
         self.num_redone = 0
         """Previews that were repeated with another scale."""
-        self._lanes = [LaneQueue(lane) for lane in lanes]
+        self._lanes = tuple(lanes)
+        self._agenda = Agenda()
         self._link = link
         self._grad_dtype = grad_dtype
         num_slots = len(layout.chunks) + max(1, spare_slots)
         self._slots = SlotPool(num_slots, layout.slot_length, grad_dtype, pinned=pinned)
         self._chunks = [
-            Chunk(c, index, state.chunk(c), targets_of(c, weights), self._lanes[lane_of[index]])
+            Chunk(c, index, state.host.chunk(c), targets_of(c, weights), index in state.host.pinned)
             for index, c in enumerate(layout.chunks)
         ]
         self._of_unit: dict[str, list[Chunk]] = defaultdict(list)
@@ -120,8 +117,8 @@ class OffloadEngine:
         if self._closed:
             self._closed = False
             self._workers = [
-                threading.Thread(target=self._work, args=(queue,), name="offload-lane", daemon=True)
-                for queue in self._lanes
+                threading.Thread(target=self._work, args=(lane,), name="offload-lane", daemon=True)
+                for lane in self._lanes
             ]
             for worker in self._workers:
                 worker.start()
@@ -162,6 +159,8 @@ class OffloadEngine:
         # Rounded on the device, so that the norm is of what is applied.
         grad = grad.to(self._grad_dtype)
         self._squares.append(torch._foreach_norm([grad], 2, dtype=torch.float64)[0].square())
+        if name in self.state.resident:
+            self.state.resident.hold(name, grad)
         for chunk in self._of_parameter[name]:
             self._fill(chunk, step, name, grad)
 
@@ -245,6 +244,10 @@ class OffloadEngine:
         self._squares = []
         if step is None:
             return
+        if scale is None:
+            self.state.resident.release()
+        else:
+            self.state.resident.step(hyper, scale)
         with self._changed:
             changed = hyper != step.hyper
             step.hyper, step.scale, step.sealed = hyper, scale, True
@@ -322,8 +325,9 @@ class OffloadEngine:
         for chunk in self._chunks:
             assert chunk.pending is None, "flushed before the state is written to"
             targets = tuple(t for _, t in chunk.targets)
-            lane = chunk.lane.lane
-            chunk.wired, chunk.stored = lane.run(chunk.state, None, None, targets, chunk.stored)
+            chunk.wired, chunk.stored = self._lanes[0].run(
+                chunk.state, None, None, targets, chunk.stored
+            )
         for chunk in self._chunks:
             chunk.wired.wait()
             chunk.stored.wait()
@@ -331,8 +335,32 @@ class OffloadEngine:
     def reset(self) -> None:
         """Begin anew with the weights as they are: no moments, no steps taken."""
         self.flush()
-        self.state.clear_moments()
-        self.steps = dict.fromkeys(self.layout.sizes, 0)
+        if any(self.steps.values()):
+            self.state.clear_moments()
+        self.steps = dict.fromkeys(self.steps, 0)
+
+    def withdraw(self) -> dict[str, Tensor]:
+        """Return the gradients of the step that is not decided, and forget it.
+
+        Only in mode "staged", where nothing was computed from them.
+
+        Returns: parameter -> (n,), on the tier where they arrived.
+        """
+        self._complete()
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        with self._changed:
+            for chunk in self._chunks:
+                gradient = chunk.arriving
+                if gradient is None:
+                    continue
+                gradient.stepped(1.0).wait()
+                for piece in chunk.layout.pieces:
+                    if piece.name in gradient.names:
+                        part = gradient.slot.narrow(0, piece.offset, piece.length)
+                        parts[piece.name].append(part.clone())
+        grads = self.state.resident.release() | {n: torch.cat(p) for n, p in parts.items()}
+        self.seal(None, self._current.hyper if self._current else {})
+        return grads
 
     def close(self) -> None:
         """Commit every step and end the workers, which the next gradient starts again."""
@@ -344,6 +372,7 @@ class OffloadEngine:
         for worker in self._workers:
             worker.join()
         self._workers.clear()
+        self._agenda.clear()
 
     # The worker.
 
@@ -354,21 +383,20 @@ class OffloadEngine:
             return  # queued again when its pass is over
         if arriving is not None and not arriving.step.sealed:
             if self.mode == "deferred" or pending is not None:
-                chunk.lane.arrived.append(chunk)
+                self._agenda.arriving.append(chunk)
         elif not chunk.is_sent and not chunk.is_undecided:
-            chunk.lane.hurry(chunk)
+            self._agenda.hurry(chunk)
         elif pending is not None and pending.step.sealed and self._commits_early(chunk):
-            chunk.lane.idle.append(chunk)
+            self._agenda.idle.append(chunk)
 
     def _commits_early(self, chunk: Chunk) -> bool:
         """Whether a decided step is committed without waiting for the chunk's next gradient."""
         starved = self._starved and chunk.filling is not None
         return self._flushing or self.mode != "deferred" or starved
 
-    def _next(self, queue: LaneQueue) -> Pass | None:
+    def _next(self, lane: Lane) -> Pass | None:
         """Choose a pass. Under the lock."""
-        while queue:
-            chunk = queue.pop()
+        while (chunk := self._agenda.pop(lane)) is not None:
             if not chunk.busy and (chosen := self._choose(chunk)):
                 return chosen
         return None
@@ -397,21 +425,19 @@ class OffloadEngine:
             return Pass(chunk, preview=pending, scale=pending.step.scale)
         return Pass(chunk, commit=pending) if self._commits_early(chunk) else None
 
-    def _work(self, queue: LaneQueue) -> None:
+    def _work(self, lane: Lane) -> None:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: queue or self._closed)
-                    if self._closed:
-                        return
-                    chosen = self._next(queue)
-                    if chosen is None:
-                        continue
+                    while (chosen := None if self._closed else self._next(lane)) is None:
+                        if self._closed:
+                            return
+                        self._changed.wait()
                     chosen.chunk.busy = True
                     # As it is now: the step may be decided while the pass runs.
                     commit = chosen.commit and chosen.commit.decided()
                     preview = chosen.preview and chosen.preview.stepped(chosen.scale)
-                ended = queue.lane.run(
+                ended = lane.run(
                     chosen.chunk.state,
                     commit,
                     preview,

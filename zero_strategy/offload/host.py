@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
@@ -19,10 +23,74 @@ REGISTER_BYTES = 1 << 30
 NUM_THREADS = 8
 
 
-def pages(length: int, dtype: torch.dtype) -> Tensor:
-    """Return zeroed host memory, (length,), that begins with a page."""
-    memory = torch.zeros(length + PAGE_BYTES // dtype.itemsize, dtype=dtype)
-    return memory.narrow(0, -memory.data_ptr() % PAGE_BYTES // dtype.itemsize, length)
+class _Slab(mmap.mmap):
+    """Zeroed memory of this process alone, which the system provides page by page on first use.
+
+    A forked child does not get it: while one lives, the system would copy what a pass writes to.
+    """
+
+    registered: dict[int, int]
+    """Address -> process that registered memory there."""
+
+    @classmethod
+    def of(cls, num_bytes: int) -> _Slab:
+        slab = cls(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        slab.registered = {}
+        # Large pages: fewer to provide, to register and to look up. Absent on other systems.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if advice in dir(mmap):
+                with contextlib.suppress(OSError):
+                    slab.madvise(getattr(mmap, advice))
+        return slab
+
+    def __del__(self) -> None:
+        if self.registered and not sys.is_finalizing():
+            cudart: Any = torch.cuda.cudart()
+            for address, process in self.registered.items():
+                if process == os.getpid():
+                    cudart.cudaHostUnregister(address)
+
+
+class Memory:
+    """Zeroed host memory that begins with a page.
+
+    Args:
+        length: elements.
+        dtype: of the elements.
+    """
+
+    def __init__(self, length: int, dtype: torch.dtype) -> None:
+        self._slab = _Slab.of(max(1, length) * dtype.itemsize)
+        self.values = torch.frombuffer(self._slab, dtype=dtype, count=max(1, length))[:length]
+        """(length,)."""
+
+    def register(self, parts: Sequence[Tensor]) -> None:
+        """Let CUDA copy to and from parts of it while others run, for as long as it lives.
+
+        Args:
+            parts: of `values`, contiguous, each on pages of its own.
+
+        Raises:
+            MemoryError: the system does not let this process lock so much.
+        """
+        cudart: Any = torch.cuda.cudart()
+
+        def lock(part: Tensor) -> int:
+            return int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            codes = list(pool.map(lock, parts))
+        for part, code in zip(parts, codes, strict=True):
+            if not code:
+                self._slab.registered[part.data_ptr()] = os.getpid()
+        failures = [code for code in codes if code]
+        if failures:
+            total = sum(part.nbytes for part in parts) / 2**30
+            raise MemoryError(
+                f"{total:.1f} GiB of host memory could not be pinned (CUDA error {failures[0]}): "
+                "must fit into what the system lets a process lock. Raise `ulimit -l`, or set "
+                "zero.offload.lanes = 'cpu'."
+            )
 
 
 def buffers(count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
@@ -36,36 +104,12 @@ def buffers(count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> lis
     """
     per_page = PAGE_BYTES // dtype.itemsize
     padded = -(-length // per_page) * per_page
-    rows = pages(count * padded, dtype).view(count, padded)
-    if pinned:
+    memory = Memory(count * padded, dtype)
+    rows = memory.values.view(count, padded)
+    if pinned and rows.numel():
         # A copy must not cross two registered ranges, nor two ranges share a page.
-        register(rows.split(max(1, REGISTER_BYTES // (padded * dtype.itemsize))))
+        memory.register(rows.split(max(1, REGISTER_BYTES // (padded * dtype.itemsize))))
     return [row.narrow(0, 0, length) for row in rows]
-
-
-def register(parts: Sequence[Tensor]) -> None:
-    """Let CUDA copy to and from host memory while others run.
-
-    Args:
-        parts: contiguous, each on pages of its own.
-
-    Raises:
-        MemoryError: the system does not let this process lock so much.
-    """
-    cudart: Any = torch.cuda.cudart()
-
-    def lock(part: Tensor) -> int:
-        return int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        codes = [code for code in pool.map(lock, parts) if code]
-    if codes:
-        total = sum(part.nbytes for part in parts) / 2**30
-        raise MemoryError(
-            f"{total:.1f} GiB of host memory could not be pinned (CUDA error {codes[0]}): must fit "
-            "into what the system lets a process lock. Raise `ulimit -l`, or lower "
-            "zero.offload.stream_share."
-        )
 
 
 @final
@@ -78,12 +122,12 @@ class HostState:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._state = AdamState(
-            upper=pages(layout.length, torch.bfloat16),
-            lower=pages(layout.length, torch.int16),
-            m=pages(layout.length, torch.float32),
-            v=pages(layout.length, torch.float32),
-        )
+        upper, lower = (Memory(layout.length, t) for t in (torch.bfloat16, torch.int16))
+        m, v = (Memory(layout.length, torch.float32) for _ in range(2))
+        self._memories = (upper, lower, m, v)
+        self._state = AdamState(upper=upper.values, lower=lower.values, m=m.values, v=v.values)
+        self.pinned: frozenset[int] = frozenset()
+        """Indices of the chunks that are registered with CUDA."""
         self._places: dict[str, list[tuple[int, int, int]]] = {}
         for chunk in layout.chunks:
             for piece in chunk.pieces:
@@ -91,17 +135,20 @@ class HostState:
                     (chunk.begin + piece.offset, piece.start, piece.length)
                 )
 
-    def pin(self, chunks: Sequence[ChunkLayout]) -> None:
+    def pin(self, indices: Iterable[int]) -> None:
         """Register chunks that are copied to the accelerator and back."""
-        states = [self.chunk(chunk) for chunk in chunks]
-        register([t for s in states for t in (s.upper, s.lower, s.m, s.v)])
+        self.pinned = frozenset(indices)
+        chunks = [self.layout.chunks[index] for index in sorted(self.pinned)]
+        for memory in self._memories:
+            memory.register([memory.values.narrow(0, c.begin, c.length) for c in chunks])
 
     def chunk(self, layout: ChunkLayout) -> AdamState:
         """Return views of one chunk's state."""
         return self._state.narrow(layout.begin, layout.length)
 
     def write_master(self, name: str, master: Tensor) -> None:
-        """Take a parameter's weights, (n,), fp32, on the CPU."""
+        """Take a parameter's weights, (n,), fp32."""
+        master = master.cpu()
         for begin, start, length in self._places.get(name, ()):
             part = self._state.narrow(begin, length)
             split(master.narrow(0, start, length), part.upper, part.lower)
@@ -119,7 +166,7 @@ class HostState:
         return self._gather(name, lambda part: part.m), self._gather(name, lambda part: part.v)
 
     def write_moments(self, name: str, m: Tensor, v: Tensor) -> None:
-        """Take a parameter's moments, each (n,), fp32, on the CPU."""
+        """Take a parameter's moments, each (n,), fp32."""
         for begin, start, length in self._places.get(name, ()):
             part = self._state.narrow(begin, length)
             part.m.copy_(m.narrow(0, start, length))

@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_strategy.kernels import adam
 from zero_strategy.kernels.adam import AdamState, AdamStep, Pending
 from zero_strategy.offload.host import buffers
-from zero_strategy.offload.link import DONE, Copied, Event, Link
+from zero_strategy.offload.link import DONE, Copied, CudaLink, Event, Link
 
 
 class Segment(NamedTuple):
@@ -63,8 +63,21 @@ class Ended(NamedTuple):
     """The host has what was committed, and the gradients are no longer read."""
 
 
+class Holder(Protocol):
+    """A chunk, as a lane looks at it."""
+
+    is_pinned: bool
+
+
 class Lane(Protocol):
     """Runs passes over chunks, one after the other."""
+
+    leaves: int
+    """Takes a chunk only where more than so many wait, so that it helps but does not compete."""
+
+    def takes(self, chunk: Holder) -> bool:
+        """Whether it can run passes over a chunk."""
+        ...
 
     def run(
         self,
@@ -101,10 +114,15 @@ class CpuLane(Lane):
     def __init__(
         self, link: Link, slot_length: int, *, num_wires: int, threads: int | None, pinned: bool
     ) -> None:
+        self.leaves = 0
         self._link = link
         self._threads = threads
         wires = buffers(num_wires, slot_length, torch.bfloat16, pinned=pinned)
         self._wires = deque((wire, DONE) for wire in wires)
+
+    def takes(self, chunk: Holder) -> bool:
+        """Every chunk."""
+        return True
 
     def run(
         self,
@@ -151,19 +169,34 @@ class StreamLane(Lane):
     """Runs passes on the GPU: a chunk's state goes there, is stepped, and comes back.
 
     Args:
-        device: the GPU.
+        link: to the GPU. States go up in its stream, so that neither they nor the weights that
+            another lane sends wait for more than what was queued before.
         slot_length: elements of the longest chunk.
         grad_dtype: of gradients.
         num_slots: chunks that can be on the GPU at once.
+        leaves: as in `Lane`.
     """
 
     def __init__(
-        self, device: torch.device, slot_length: int, *, grad_dtype: torch.dtype, num_slots: int
+        self,
+        link: CudaLink,
+        slot_length: int,
+        *,
+        grad_dtype: torch.dtype,
+        num_slots: int,
+        leaves: int,
     ) -> None:
-        self._up, self._pass, self._down = (torch.cuda.Stream(device) for _ in range(3))
+        self.leaves = leaves
+        device = link.device
+        self._up = link.up
+        self._pass, self._down = (torch.cuda.Stream(device) for _ in range(2))
         self._slots = deque(
             (_Slot.empty(device, slot_length, grad_dtype), DONE) for _ in range(num_slots)
         )
+
+    def takes(self, chunk: Holder) -> bool:
+        """Those that the GPU can read."""
+        return chunk.is_pinned
 
     def run(
         self,
@@ -278,13 +311,3 @@ def preview_segments(
 
 def _same_runs(left: Sequence[Segment], right: Sequence[Segment]) -> bool:
     return [s[:2] for s in left] == [s[:2] for s in right]
-
-
-def spread(count: int, share: float) -> list[int]:
-    """Return 1 for a share of `count` places, evenly spread, and 0 for the others.
-
-    Example:
-        >>> spread(4, 0.5)
-        [0, 1, 0, 1]
-    """
-    return [int((i + 1) * share) - int(i * share) for i in range(count)]

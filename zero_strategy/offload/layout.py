@@ -6,6 +6,7 @@ passes of neighbours overlap, large enough that a copy runs at the link's speed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,14 @@ class Layout:
             slot_length=max((chunk.length for chunk in chunks), default=0),
             sizes={name: n for sizes in units.values() for name, n in sizes.items()},
         )
+
+    def within(self, bytes_per_element: int, budget_gib: float | None) -> range:
+        """Return the first chunks that fit a budget; all without one."""
+        if budget_gib is None:
+            return range(len(self.chunks))
+        sizes = (bytes_per_element * chunk.length for chunk in self.chunks)
+        sums = itertools.accumulate(sizes)
+        return range(sum(held <= budget_gib * 2**30 for held in sums))
 
 
 def _cut(sizes: Sequence[tuple[str, int]], max_length: int) -> list[list[Piece]]:

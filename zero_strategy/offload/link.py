@@ -15,6 +15,10 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class Copied(Protocol):
     """The end of some copies."""
 
+    def is_done(self) -> bool:
+        """Whether they are done, without waiting."""
+        ...
+
     def wait(self) -> None:
         """Block this thread until they are done."""
         ...
@@ -66,13 +70,14 @@ class CudaLink:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+        self.up = torch.cuda.Stream(device)
+        """The stream of copies to the GPU."""
         self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
 
     def pull(self, copies: Copies, after: Copied) -> Copied:
         """Queue copies behind what the current stream has queued."""
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._down):
             after.gate()
             for target, source in copies:
@@ -82,10 +87,10 @@ class CudaLink:
 
     def push(self, copies: Copies) -> Copied:
         """Queue copies behind the earlier ones of this direction."""
-        with torch.cuda.stream(self._up):
+        with torch.cuda.stream(self.up):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            return Event(self._up)
+            return Event(self.up)
 
 
 @final
@@ -95,6 +100,10 @@ class Event(Copied):
     def __init__(self, stream: Any) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
+
+    def is_done(self) -> bool:
+        """Whether it is reached."""
+        return bool(self._event.query())
 
     def wait(self) -> None:
         """Block until it is reached."""
@@ -107,6 +116,9 @@ class Event(Copied):
 
 @final
 class _Done:
+    def is_done(self) -> bool:
+        return True
+
     def wait(self) -> None:
         pass
 
@@ -123,6 +135,10 @@ class Several(Copied):
 
     def __init__(self, copied: Sequence[Copied]) -> None:
         self._copied = tuple(copied)
+
+    def is_done(self) -> bool:
+        """Whether all are done."""
+        return all(copied.is_done() for copied in self._copied)
 
     def wait(self) -> None:
         """Block until all are done."""

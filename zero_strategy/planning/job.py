@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_strategy.config import GradDtype, ZeroStage, grad_itemsize
+from zero_strategy.config import GradDtype, Lanes, ZeroStage, grad_itemsize
 from zero_strategy.offload.layout import Layout
 from zero_strategy.planning.sizes import UnitSize
 
 NUM_WIRES = 4
 """Chunks of weights that can be on their way to the GPU at once."""
-STREAM_SLOTS = 3
+STREAM_SLOTS = 2
 """Chunks of streamed state that can be on the GPU at once."""
 
 
@@ -45,8 +45,8 @@ class Job:
     """Of gradients while they are reduced."""
     grad_dtype: GradDtype
     """Of gradients on their way to the host, as in `OffloadConfig`."""
-    stream_share: float
-    """Part of the offloaded state that is stepped on the GPU, as in `OffloadConfig`."""
+    lanes: Lanes
+    """What steps the state in host memory, as in `OffloadConfig`."""
     chunk_elements: int
     """As in `OffloadConfig`."""
     micro_batches: int = 1

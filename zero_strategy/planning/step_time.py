@@ -8,9 +8,10 @@ Collectives between GPUs are taken as hidden.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zero_strategy.planning.job import Job, host_units, num_spare_slots
 from zero_strategy.planning.machines import Machine
@@ -160,13 +161,24 @@ class _Queues:
         return cls(
             down_s=job.grad_itemsize / machine.duplex_bytes_per_s,
             # A streamed pass leaves its weights on the GPU.
-            up_s=(1 - job.stream_share) * _WEIGHT_BYTES / machine.duplex_bytes_per_s,
-            pass_s={name: _pass_s(name, job, machine) for name in names},
+            up_s=_lane_times("deferred", job, machine).by_cores
+            * _WEIGHT_BYTES
+            / machine.duplex_bytes_per_s,
+            pass_s={name: _lane_times(name, job, machine).pass_s for name in names},
         )
 
 
-def _pass_s(name: Pass, job: Job, machine: Machine) -> float:
-    """Seconds per parameter of a pass, its chunks spread over the lanes.
+class _LaneTimes(NamedTuple):
+    """Of one kind of pass, its chunks spread over the lanes."""
+
+    pass_s: float
+    """Seconds per parameter."""
+    by_cores: float
+    """Part of the parameters that the host's cores step."""
+
+
+def _lane_times(name: Pass, job: Job, machine: Machine) -> _LaneTimes:
+    """Return a pass's time with each lane taking what it can.
 
     Copies and both lanes draw on one host memory, which ranks of a host share.
     """
@@ -175,7 +187,7 @@ def _pass_s(name: Pass, job: Job, machine: Machine) -> float:
         "deferred": machine.deferred_params_per_s,
         "preview": machine.preview_params_per_s,
     }
-    ranks, streamed = job.num_local_ranks, job.stream_share
+    ranks = job.num_local_ranks
     grads = _GRADS_READ[name] * job.grad_itemsize
     # What came before the pass; a preview that is repeated has its gradient.
     arrived = 0 if name == "preview" else job.grad_itemsize
@@ -184,10 +196,11 @@ def _pass_s(name: Pass, job: Job, machine: Machine) -> float:
     up, down = _STATE_BYTES + grads, 0 if name == "preview" else _STATE_BYTES
     link_s = up / (machine.duplex_bytes_per_s if down else machine.up_bytes_per_s)
     stream_s = max(link_s, 1 / machine.streamed_params_per_s if down else 0.0)
+    by_cores = {"cpu": 1.0, "stream": 0.0, "both": stream_s / (core_s + stream_s)}[job.lanes]
     of_cores, of_stream = core_bytes + arrived + _WEIGHT_BYTES, up + down + arrived
-    traffic = (1 - streamed) * of_cores + streamed * of_stream
+    traffic = by_cores * of_cores + (1 - by_cores) * of_stream
     memory_s = traffic * ranks / machine.host_memory_bytes_per_s
-    return max((1 - streamed) * core_s, streamed * stream_s, memory_s)
+    return _LaneTimes(max(by_cores * core_s, (1 - by_cores) * stream_s, memory_s), by_cores)
 
 
 # How the chunks go through the queues.
@@ -253,8 +266,8 @@ class _Clock:
     down: float = 0.0
     lane: float = 0.0
     up: float = 0.0
-    freed: list[float] = dataclasses.field(default_factory=list)
-    """When each gradient of an earlier step was committed, which frees its slot."""
+    waiting: list[tuple[int, float, int]] = dataclasses.field(default_factory=list)
+    """Unit, arrival and parameters of each gradient without its pass, as a heap."""
 
     def forward(self, steps: _Steps) -> None:
         for ready, unit in zip(self.ready, steps.units, strict=True):
@@ -262,20 +275,34 @@ class _Clock:
         self.gpu += steps.between_s
 
     def backward(self, steps: _Steps, queues: _Queues, mode: Mode) -> None:
+        if mode == "late":
+            # The step before is committed from here on, whenever the lane has nothing else to do.
+            self.lane += sum(sum(u.chunks) for u in steps.units) * queues.pass_s["step"]
         for index, unit in reversed(list(enumerate(steps.units))):
             self.gpu += unit.backward_s
             for length in unit.chunks:
-                if mode != "staged" and len(self.freed) >= steps.spare_slots:
-                    self.gpu = max(self.gpu, self.freed[-steps.spare_slots])
                 self.down = max(self.down, self.gpu) + length * queues.down_s
-                if mode == "staged":
+                if mode != "deferred":
                     continue
-                name: Pass = "deferred" if mode == "deferred" else "step"
-                self.lane = max(self.lane, self.down) + length * queues.pass_s[name]
-                self.freed.append(self.lane)
-                if mode == "deferred":
-                    self.up = max(self.up, self.lane) + length * queues.up_s
-            self.ready[index] = self.up if unit.chunks else 0.0
+                self._pass_those_before(self.down, queues)
+                heapq.heappush(self.waiting, (index, self.down, length))
+                if len(self.waiting) > steps.spare_slots:
+                    # No slot is free, so the backward waits for a pass.
+                    self._pass_next(queues)
+                    self.gpu = max(self.gpu, self.lane)
+        while self.waiting:
+            self._pass_next(queues)
+
+    def _pass_those_before(self, now: float, queues: _Queues) -> None:
+        while self.waiting and max(self.lane, self.waiting[0][1]) < now:
+            self._pass_next(queues)
+
+    def _pass_next(self, queues: _Queues) -> None:
+        """The first in forward order goes first; its unit is there once its last chunk is sent."""
+        index, arrival, length = heapq.heappop(self.waiting)
+        self.lane = max(self.lane, arrival) + length * queues.pass_s["deferred"]
+        self.up = max(self.up, self.lane) + length * queues.up_s
+        self.ready[index] = self.up
 
     def after_norm(self, steps: _Steps, queues: _Queues, name: Pass) -> None:
         self.lane = max(self.lane, self.gpu)

@@ -137,7 +137,7 @@ def _split_state(job: Job, share: float) -> list[Part]:
             f"{RESIDENT_BYTES} B x {text.count(resident)} parameters: lower halves, moments",
         ),
     ]
-    if offloaded and job.stream_share:
+    if offloaded and job.lanes != "cpu":
         slot = host_layout(job, share).slot_length
         # The state, two gradients and the weights of a preview.
         each = STATE_BYTES + 2 * job.grad_itemsize + _WEIGHT_BYTES
