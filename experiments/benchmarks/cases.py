@@ -6,7 +6,17 @@ from typing import Any
 
 from zero_strategy.experiments.benchmarks.case import Case
 
-NAMES = ("train_step_3b", "train_step_small", "host_syncs", "validate_then_fit_nccl", "adam_cpu")
+NAMES = (
+    "train_step_3b",
+    "train_step_small",
+    "host_syncs",
+    "validate_then_fit_nccl",
+    "adam_cpu",
+    "offload_3b_16k",
+    "offload_3b_4k",
+    "offload_7b_8k",
+    "offload_15b_16k",
+)
 
 OURS = "zero_strategy zero3"
 
@@ -16,6 +26,7 @@ def find_case(name: str) -> Case:
     from zero_strategy.experiments.benchmarks.adam_cpu import AdamCpu
     from zero_strategy.experiments.benchmarks.adam_systems import SYSTEMS
     from zero_strategy.experiments.benchmarks.host_syncs import HostSyncCase
+    from zero_strategy.experiments.benchmarks.offload_cases import offload_cases
     from zero_strategy.experiments.benchmarks.train_step import TrainStep
     from zero_strategy.experiments.benchmarks.validate_then_fit import ValidateThenFit
 
@@ -59,5 +70,6 @@ def find_case(name: str) -> Case:
             timeout_s=120,
             build_timeout_s=300,
         ),
+        **offload_cases(),
     }
     return cases[name]

@@ -196,10 +196,17 @@ def _ratio_problems(ratios: Any, systems: set[str]) -> Iterable[str]:
         yield "ratios: must be an object."
         return
     for name, value in ratios.items():
-        if not any(name.startswith(f"vs {system}") for system in systems):
-            yield f"ratios[{name!r}]: must start with `vs ` and a system of the rows."
+        if not any(_is_about(name, system) for system in systems):
+            yield f"ratios[{name!r}]: must start with `vs ` and a system, or kind, of the rows."
         if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
             yield f"ratios[{name!r}] = {value!r}: must be a positive number."
+
+
+def _is_about(ratio_name: str, system: str) -> bool:
+    """Whether a ratio names a system, or what several names of systems begin with."""
+    kind = ratio_name.removeprefix("vs ").removesuffix(" clipped").removesuffix(" memory")
+    of_kind = bool(kind) and f"{system} ".startswith(f"{kind} ")
+    return of_kind or ratio_name.startswith(f"vs {system}")
 
 
 def _is_text(value: object) -> bool:

@@ -125,7 +125,7 @@ class TrainStep:
     def measure(self, launcher: Launcher) -> Findings:
         """Check parity, then time what passed it."""
         findings = Findings()
-        timed = self._check_parity(launcher, findings)
+        timed = self.check_parity(launcher, findings)
         time_them = self._time_in_turns if self.in_turns else self._time_one_by_one
         reports = time_them(launcher, timed, findings)
         timed = list(reports)
@@ -194,7 +194,7 @@ class TrainStep:
         print(f"{watch.__name__} of {name}: {outcome}", file=sys.stderr, flush=True)
         return report
 
-    def _check_parity(self, launcher: Launcher, findings: Findings) -> list[str]:
+    def check_parity(self, launcher: Launcher, findings: Findings) -> list[str]:
         """Add a row per system; return those that learn what the first one that ran learns."""
         workload, note = self.parity_workload, _parity_note(self.parity_workload)
         passed: list[str] = []

@@ -17,6 +17,9 @@ from zero_strategy.experiments.models.loss import token_loss
 
 # Different micro-batches in host memory; a run goes round them.
 NUM_DISTINCT = 8
+# Of every system's AdamW.
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,11 @@ class Workload:
         steps: optimizer steps that are measured.
         lr: constant learning rate.
         max_norm: bound of the gradients' global norm.
+        traced_steps: optimizer steps after the measured ones, and after the clipped ones, that
+            are there to be profiled.
+        settle_steps: optimizer steps between these and the clipped ones, not measured.
+        clipped_steps: measured once more, bound by `clipped_max_norm`; 0 for none.
+        clipped_max_norm: so small that every step is clipped.
         seed: chooses weights and tokens.
     """
 
@@ -43,6 +51,10 @@ class Workload:
     steps: int
     lr: float = 3e-4
     max_norm: float = 1.0
+    traced_steps: int = 0
+    settle_steps: int = 0
+    clipped_steps: int = 0
+    clipped_max_norm: float = 0.01
     seed: int = 1
 
     @classmethod
@@ -57,7 +69,7 @@ class Workload:
     @property
     def num_batches(self) -> int:
         """Micro-batches per rank. One more step than measured: its start ends the last period."""
-        return (self.warmup_steps + self.steps + 1) * self.accumulate
+        return self.end_clipped + (self.traced_steps + 1) * self.accumulate
 
     @property
     def num_steps(self) -> int:
@@ -75,14 +87,42 @@ class Workload:
         return self.first_measured + self.steps * self.accumulate
 
     @property
+    def first_clipped(self) -> int:
+        """Index of the first measured micro-batch whose step is clipped."""
+        return self._begin_clipping + self.settle_steps * self.accumulate
+
+    @property
+    def end_clipped(self) -> int:
+        """Index of the first micro-batch after these."""
+        if not self.clipped_steps:
+            return self.end_measured
+        return self.first_clipped + self.clipped_steps * self.accumulate
+
+    @property
+    def _begin_clipping(self) -> int:
+        return self.end_measured + self.traced_steps * self.accumulate
+
+    def max_norm_at(self, index: int) -> float:
+        """Return the bound of the step that a micro-batch belongs to."""
+        clips = self.clipped_steps and index >= self._begin_clipping
+        return self.clipped_max_norm if clips else self.max_norm
+
+    @property
     def tokens_per_step(self) -> int:
         """Predicted tokens per rank and optimizer step."""
         return self.batch_size * self.seq_len * self.accumulate
 
     def flops_per_token(self) -> float:
         """Model FLOPs per token, forward and backward, without what is computed twice."""
+        return self._on_meta().flops_per_token(self.seq_len)
+
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(p.numel() for p in self._on_meta().parameters())
+
+    def _on_meta(self) -> GPT:
         with torch.device("meta"):
-            return GPT(self.model).flops_per_token(self.seq_len)
+            return GPT(self.model)
 
 
 class TokenBatches:
@@ -113,7 +153,7 @@ def build_model(workload: Workload, device: torch.device) -> GPT:
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
     """Return the optimizer of every system."""
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def loss_of(model: nn.Module, row_BT: Tensor) -> Tensor:
@@ -143,6 +183,7 @@ def rank_device() -> torch.device:
 def join_ranks(device: torch.device) -> None:
     """Start the process group of a system that brings none."""
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        # gloo for what FSDP2 keeps in host memory and reduces there.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")

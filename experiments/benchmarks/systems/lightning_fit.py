@@ -45,6 +45,7 @@ class TokenModule(pl.LightningModule):
 
     @override
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.trainer.gradient_clip_val = self.workload.max_norm_at(batch_idx)
         self.watch.begin(batch_idx)
 
     @override
@@ -89,6 +90,12 @@ def train_zero3(workload: Workload, watch: Watch) -> None:
 
 
 def train_zero3_offload(workload: Workload, watch: Watch) -> None:
+    """Train with `ZeroStrategy(stage=3, offload="auto")`, as `zero3_offload` is."""
+    strategy = ZeroStrategy(stage=3, init="meta", offload="auto")
+    _fit(TokenModule(workload, watch), strategy, "bf16-mixed")
+
+
+def train_zero3_host(workload: Workload, watch: Watch) -> None:
     """Train with `ZeroStrategy(stage=3, offload="host")`: all optimizer state in host memory."""
     strategy = ZeroStrategy(stage=3, init="meta", offload="host")
     _fit(TokenModule(workload, watch), strategy, "bf16-mixed")
