@@ -25,12 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program name; those of this process by default.
 
     Returns:
-        0; 2 where the user gave something wrong, with the reason on stderr; 141 where the reader
+        0; 1 where a checkpoint is not whole; 2 where the user gave something wrong, with the
+        reason on stderr; 141 where the reader
         of the output, such as `head`, had gone.
     """
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # What is still buffered would raise again when the interpreter ends.
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, *PATH_ERRORS) as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,9 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     build.set_defaults(run=_data_build)
 
     checkpoint = commands.add_parser("checkpoint", help="checkpoint directories")
-    export = checkpoint.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "export", help="one file for other programs"
-    )
+    actions = checkpoint.add_subparsers(required=True, metavar="COMMAND")
+    verify = actions.add_parser("verify", help="whether it is what was written")
+    verify.add_argument("directory", type=Path, help="checkpoint directory")
+    verify.add_argument("--deep", action="store_true", help="read every byte")
+    verify.set_defaults(run=_checkpoint_verify)
+    export = actions.add_parser("export", help="one file for other programs")
     export.add_argument("directory", type=Path, help="checkpoint directory")
     export.add_argument("out", type=Path, help="*.ckpt or *.safetensors")
     export.set_defaults(run=_checkpoint_export)
@@ -137,6 +141,21 @@ def _data_build(args: argparse.Namespace) -> None:
         f"{args.out}: {len(tokens.ids):,} tokens, {tokens.num_documents:,} documents, "
         f"{tokens.num_bytes:,} bytes of text"
     )
+
+
+def _checkpoint_verify(args: argparse.Namespace) -> int:
+    from zero_strategy.checkpoint.verify import verify
+    from zero_strategy.telemetry import text
+
+    verdict = verify(args.directory, deep=args.deep)
+    for problem in verdict.problems:
+        print(f"{args.directory}: {problem}")
+    if verdict.problems:
+        return 1
+    how = "every byte" if args.deep else "manifest and sizes; --deep reads every byte"
+    size = text.gib(verdict.num_bytes)
+    print(f"{args.directory}: whole, {verdict.num_tensors} tensors, {size} ({how})")
+    return 0
 
 
 def _checkpoint_export(args: argparse.Namespace) -> None:

@@ -87,6 +87,7 @@ def job_of(config: RunConfig, machine: Machine) -> Job:
         reduce_itemsize=reduced,
         grad_dtype=OffloadConfig().grad_dtype,
         lanes=OffloadConfig().lanes if machine.num_gpus else "cpu",
+        moments=OffloadConfig().moments,
         chunk_elements=OffloadConfig().chunk_elements,
         micro_batches=trainer.accumulate,
         tokens_per_step=tokens,

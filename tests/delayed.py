@@ -89,6 +89,7 @@ class DelayedLane(Lane):
     """Steps copies of the state, as `StreamLane` does on a GPU, stream by stream."""
 
     def __init__(self, link: DelayedLink, num_slots: int, *, leaves: int) -> None:
+        self.name = "stream"
         self.leaves = leaves
         self._link = link
         self._pass, self._down = Stream(link.draw), Stream(link.draw)

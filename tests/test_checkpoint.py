@@ -1,13 +1,15 @@
 """Checkpoints: what is stored, under which names, and what a save leaves in its folder."""
 
+import errno
+import os
 import re
+import time
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -176,8 +178,9 @@ METADATA = {
 @pytest.mark.parametrize("kind", METADATA)
 def test_metadata_becomes_plain_and_loads_without_running_code(kind: str, tmp_path: Path) -> None:
     value, expected = METADATA[kind]
-    torch.save(plain({"value": value}), tmp_path / "meta.pt")
-    loaded = torch.load(tmp_path / "meta.pt", weights_only=True)["value"]
+    path = tmp_path / "a.ckpt"
+    storage.save(path, {}, plain({"value": value}))
+    loaded = storage.load_meta(path)["value"]
     assert loaded == expected
     assert type(loaded) is type(expected)
 
@@ -214,8 +217,7 @@ def test_omegaconf_hyper_parameters_come_back(kind: type[Configured], tmp_path: 
     resumed = ranks(2).run(fit_configured, kind, "zero3", resume=path)[0]
     assert_same(resumed, expected, first=3)
 
-    meta = torch.load(Path(path) / "meta.pt", weights_only=True)
-    stored = meta["hyper_parameters"]
+    stored = storage.load_meta(Path(path))["hyper_parameters"]
     wanted = OmegaConf.to_container(config(), resolve=False)
     assert (stored["cfg"] if kind is Configured else stored) == wanted
 
@@ -389,41 +391,8 @@ def test_saving_gathers_no_parameter(name: str, tmp_path: Path) -> None:
         assert all(issubclass(kind, DTensor) for kind in kinds)
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: nothing may catch it."""
-
-
-def cut_off(trainer: pl.Trainer, path: str, moment: str) -> None:
-    """Save, but die at a moment of the first rank's renaming."""
-    swap, rename = storage._swap, Path.rename
-
-    def die(*_: Any) -> None:
-        raise Killed
-
-    def rename_or_die(source: Path, target: Path) -> Path:
-        into_place = str(target) == path
-        if into_place and moment == "between the renames":
-            raise Killed
-        rename(source, target)
-        if into_place:
-            raise Killed
-        return target
-
-    if moment == "before the renames":
-        storage._swap = die
-    else:
-        Path.rename = rename_or_die  # type: ignore[method-assign]
-    try:
-        trainer.save_checkpoint(path)
-    except Killed:
-        # The others wait for this rank at the end of the trainer's save.
-        dist.barrier()
-    finally:
-        storage._swap, Path.rename = swap, rename  # type: ignore[method-assign]
-
-
-def save_and_be_cut_off(path: str, moment: str) -> list[dict[str, Tensor]]:
-    """Weights of a first save, of a second one that is cut off, and what is found after each."""
+def save_while_a_rank_has_no_room(path: str, rank: int) -> list[Any]:
+    """What each rank is told, in how long, and what is found after it."""
     module, run = lit.Lit(), lit.trainer("zero3", max_steps=1)
     run.fit(module, lit.loader())
     run.save_checkpoint(path)
@@ -432,23 +401,36 @@ def save_and_be_cut_off(path: str, moment: str) -> list[dict[str, Tensor]]:
         for parameter in module.parameters():
             parameter.add_(1.0)
     second = lit.whole(module)
-    cut_off(run, path, moment)
-    run.validate(module, lit.loader(12), ckpt_path=path, verbose=False)
-    found = lit.whole(module)
+
+    def no_room(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(os, "write", no_room)
+        with pytest.raises(RuntimeError) as caught:
+            run.save_checkpoint(path)
+    seconds = time.monotonic() - begin
+    found = zero_strategy.load_state_dict(path)
+    dist.barrier()
     run.save_checkpoint(path)
-    return [first, second, found, zero_strategy.load_state_dict(path)]
+    return [str(caught.value), seconds, first, found, second, zero_strategy.load_state_dict(path)]
 
 
-@pytest.mark.parametrize(
-    "moment", ["before the renames", "between the renames", "after the renames"]
-)
-def test_a_save_that_was_cut_off_leaves_a_whole_checkpoint_under_its_name(
-    moment: str, tmp_path: Path
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_room_is_named_on_all_and_the_earlier_checkpoint_stays(
+    rank: int, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "a.ckpt")
-    for first, second, found, last in ranks(2).run(save_and_be_cut_off, path, moment):
-        assert equal(found, second if moment == "after the renames" else first)
-        assert equal(last, found)
+    for said, seconds, first, found, second, last in ranks(2).run(
+        save_while_a_rank_has_no_room, path, rank
+    ):
+        assert said.startswith(f"{path}: rank {rank} could not write the checkpoint (OSError:")
+        assert "No space left on device" in said
+        assert seconds < 5
+        assert equal(found, first)
+        assert equal(last, second)
     assert names_in(tmp_path) == ["a.ckpt"]
 
 
@@ -459,8 +441,8 @@ def test_export_refuses_another_ending_and_an_incomplete_directory(tmp_path: Pat
     with pytest.raises(ValueError, match=r"out\.bin'.* Use .*out\.ckpt\."):
         export(tmp_path, tmp_path / "out.bin")
     for name in ("out.ckpt", "out.safetensors"):
-        with pytest.raises(ValueError, match=r"must be a checkpoint directory with meta\.pt"):
+        with pytest.raises(ValueError, match=r"must be a checkpoint directory with manifest\.json"):
             export(tmp_path, tmp_path / name)
-    with pytest.raises(ValueError, match=r"must be a checkpoint directory with meta\.pt"):
+    with pytest.raises(ValueError, match=r"must be a checkpoint directory with manifest\.json"):
         zero_strategy.load_state_dict(tmp_path)
     assert list(tmp_path.iterdir()) == []

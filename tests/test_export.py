@@ -1,13 +1,16 @@
 """Reading and exporting checkpoints: every odd path is told apart, and none is a traceback."""
 
 import os
+import resource
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import zero_strategy
@@ -96,7 +99,7 @@ def test_the_command_prints_one_line_and_no_traceback(
     for source, out in (
         (tmp_path / "gone.ckpt", tmp_path / "out.ckpt"),
         (checkpoint, checkpoint),
-        (checkpoint, checkpoint / "meta.pt" / "out.ckpt"),
+        (checkpoint, checkpoint / "manifest.json" / "out.ckpt"),
     ):
         assert main(["checkpoint", "export", str(source), str(out)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
@@ -181,7 +184,7 @@ def fill_with_text(file: Path) -> None:
 
 
 DAMAGE = [cut, fill_with_text, Path.unlink]
-FILES = ["meta.pt", ".metadata", "__0_0.distcp"]
+FILES = ["manifest.json", "tensors-0.safetensors"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -196,7 +199,9 @@ def test_a_damaged_checkpoint_is_named_with_the_cause(
     messages = [refusal(zero_strategy.load_state_dict, path)]
     messages.append(refusal(export, path, tmp_path / "out.safetensors"))
     messages += ranks(world_size).run(refusal, read_by_trainer, path)
-    wanted = "must be a checkpoint directory with" if file == "meta.pt" else "cannot be read ("
+    wanted = (
+        "must be a checkpoint directory with" if file == "manifest.json" else "cannot be read ("
+    )
     if damage is not Path.unlink:
         wanted = "cannot be read ("
     for message in messages:
@@ -204,3 +209,23 @@ def test_a_damaged_checkpoint_is_named_with_the_cause(
         assert "Choose an earlier checkpoint." in message
         assert len(message.splitlines()) == 1
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_weights_are_exported_a_tensor_at_a_time(tmp_path: Path) -> None:
+    each = 8 << 20  # bytes
+    tensors = {f"model.{i}": torch.full((each // 4,), float(i)) for i in range(40)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        storage.save(tmp_path / "a.ckpt", tensors, {"model_extra_state": {}})
+    del tensors
+    child = os.fork()
+    if child == 0:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        export(tmp_path / "a.ckpt", tmp_path / "out.safetensors")
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        os._exit(min(100, grown // each))
+    _, status = os.waitpid(child, 0)
+    # A shard's blocks, and the tensor that they become.
+    assert os.WEXITSTATUS(status) <= 5
+    there = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(there[str(i)], torch.full((each // 4,), float(i))) for i in range(40))

@@ -449,27 +449,6 @@ def test_an_exception_after_the_backward_saves_the_last_whole_step(
     assert all(ranks(world_size).run(_interrupt, str(tmp_path / "a.ckpt")))
 
 
-def _unfreeze() -> str:
-    class Later(lit.pl.callbacks.BaseFinetuning):
-        def freeze_before_training(self, pl_module: Any) -> None:
-            self.freeze(pl_module.sometimes)
-
-        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(pl_module.sometimes, optimizer)
-
-    options = _options(3, 1, 0.5) | {"max_steps": 60, "callbacks": [Later()]}
-    try:
-        lit.trainer("zero3_offload", **options).fit(Lit(), lit.loader(24))
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_a_parameter_that_thaws_after_set_up_is_refused_by_name() -> None:
-    assert "sometimes.weight is trained but was frozen" in ranks(1).run(_unfreeze)[0]
-
-
 # What goes wrong.
 
 

@@ -154,6 +154,7 @@ class Run:
         *,
         device: str = "cpu",
         lanes: str = "cpu",
+        moments: torch.dtype = torch.float32,
     ) -> None:
         self.model = build()
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -165,7 +166,7 @@ class Run:
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers") else ""
             units.setdefault(unit, {})[name] = parameter.numel()
         layout = Layout.of(units, 256)
-        state = HostState(layout)
+        state = HostState(layout, moments=moments)
         for name, master in masters.items():
             state.write_master(name, master)
             trained[name].data = state.upper(name).view_as(trained[name]).to(device)
@@ -182,10 +183,17 @@ class Run:
         if isinstance(link, CudaLink) and lanes != "cpu":
             state.pin(range(len(layout.chunks)))
             chosen.append(
-                StreamLane(link, longest, grad_dtype=grad_dtype, num_slots=2, leaves=num_cpu)
+                StreamLane(
+                    link,
+                    longest,
+                    grad_dtype=grad_dtype,
+                    moments=moments,
+                    num_slots=2,
+                    leaves=num_cpu,
+                )
             )
         self.engine = OffloadEngine(
-            state=TieredState(state, ResidentState({})),
+            state=TieredState(state, ResidentState({}, moments=moments)),
             weights={n: p.detach().view(-1) for n, p in trained.items()},
             lanes=chosen,
             link=link,
@@ -307,11 +315,12 @@ def outcome(run: Run) -> dict[str, Tensor]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("max_norm", [None, 2.0])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_lanes_and_modes_change_no_bit_on_a_gpu(max_norm, grad_dtype):
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_lanes_and_modes_change_no_bit_on_a_gpu(max_norm, grad_dtype, moments):
     want = None
     for mode in ("staged", "deferred", "late"):
         for lanes in ("cpu", "both", "stream"):
-            run = Run(max_norm, 2, grad_dtype, device="cuda", lanes=lanes)
+            run = Run(max_norm, 2, grad_dtype, device="cuda", lanes=lanes, moments=moments)
             run.engine.mode = mode
             for _ in range(NUM_STEPS):
                 run.step()

@@ -12,6 +12,7 @@ from tests import lit
 from tests.ranks import ranks
 from tests.test_offload import Lit, _options, on_device
 from zero_strategy import OffloadConfig, ZeroStrategy
+from zero_strategy.checkpoint.state import copy_whole
 from zero_strategy.gradient import local
 
 
@@ -169,6 +170,126 @@ def test_a_write_that_cannot_be_taken_apart_is_said(
     assert bool(told) == bool(said)
     assert distance <= 2**-8
     assert got_share == share
+
+
+# Loads.
+
+
+class Loads(lit.pl.Callback):
+    """Loads weights at a hook of its choice, once."""
+
+    def __init__(self, hook: str, what: str) -> None:
+        setattr(self, hook, lambda trainer, module, *_: self.load(module, what))
+        self.done = False
+
+    def load(self, module: Any, what: str) -> None:
+        if self.done:
+            return
+        self.done = True
+        if what == "shards":
+            module.load_state_dict(_drawn_shards(module), strict=False)
+        elif what == "a layer":
+            module.gpt.head.load_state_dict({"weight": _drawn()["gpt.head.weight"]})
+        else:
+            module.load_state_dict(_drawn(), strict=False)
+
+
+def _drawn() -> dict[str, Tensor]:
+    torch.manual_seed(11)
+    return {n: torch.randn(p.shape) for n, p in Lit().named_parameters()}
+
+
+def _drawn_shards(module: Any) -> dict[str, Tensor]:
+    """As `strategy.masters()` gives them."""
+    drawn, masters = _drawn(), module.trainer.strategy.masters()
+    for name, master in masters.items():
+        copy_whole(master, drawn[name], name)
+    return masters
+
+
+def _load(placement: Any, hook: str, what: str, when: str) -> tuple[float, list[str], float]:
+    """lr is 0: the largest distance from what was loaded, what was said, where state lies."""
+    module = Lit()
+    module.lr = 0.0
+    load = Loads(hook, what)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(zero_strategy.offloading, "device_room", lambda device: 10**9)
+        strategy = ZeroStrategy(offload=OffloadConfig(placement=placement, threads=1))
+        callbacks = [load] if when == "during" else []
+        run = lit.trainer(strategy, **_options(3, 1, 0.5) | {"callbacks": callbacks})
+        run.fit(module, lit.loader())
+        if when == "after":
+            load.load(module, what)
+        masters = strategy.masters()
+        said = [str(w.message) for w in caught if "written to" in str(w.message)]
+    drawn = _drawn()
+    names = ["gpt.head.weight"] if what == "a layer" else list(masters)
+    distance = max(float((masters[n].full_tensor() - drawn[n]).abs().max()) for n in names)
+    return distance, said, strategy.sharded.offloading.share
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("what", ["whole tensors", "shards", "a layer"])
+@pytest.mark.parametrize(
+    ("hook", "when"),
+    [("on_fit_start", "during"), ("on_train_batch_end", "during"), ("on_train_end", "after")],
+)
+@pytest.mark.parametrize("placement", ["host", 0.5, "auto"])
+def test_weights_loaded_into_the_module_reach_the_masters_exactly_and_without_a_word(
+    placement: Any, hook: str, when: str, what: str, world_size: int
+) -> None:
+    for distance, said, share in ranks(world_size).run(_load, placement, hook, what, when):
+        assert distance == 0.0
+        assert said == []
+        # Loading keeps no state on the host.
+        assert placement != "auto" or share == 0.0
+
+
+def _load_rounded(placement: Any) -> tuple[bool, bool]:
+    """The module's own state dict, with one element changed."""
+    module = Lit()
+    strategy = ZeroStrategy(offload=OffloadConfig(placement=placement, threads=1))
+    lit.trainer(strategy, **_options(3, 1, 0.5)).fit(module, lit.loader())
+    before = strategy.masters()
+    weights = {n: v.detach().clone() for n, v in module.state_dict().items()}
+    head = local(weights["gpt.head.weight"]).view(-1)
+    head[3] = 5.0
+    module.load_state_dict(weights)
+    after = strategy.masters()
+    changed = local(before["gpt.head.weight"]).view(-1) != local(after["gpt.head.weight"]).view(-1)
+    rest = [n for n in before if n != "gpt.head.weight"]
+    return (
+        all(torch.equal(local(before[n]), local(after[n])) for n in rest),
+        changed.nonzero().flatten().tolist() == [3]
+        and float(local(after["gpt.head.weight"]).view(-1)[3]) == 5.0,
+    )
+
+
+@pytest.mark.parametrize("placement", ["host", 0.0])
+def test_loading_the_modules_own_rounded_weights_keeps_what_is_known_beyond_them(
+    placement: Any,
+) -> None:
+    assert ranks(2).run(_load_rounded, placement) == [(True, True)] * 2
+
+
+def _write_after_load() -> list[str]:
+    module = Lit()
+    strategy = ZeroStrategy(offload=OffloadConfig(placement=0.0, threads=1))
+    lit.trainer(strategy, **_options(3, 1, 0.5)).fit(module, lit.loader())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.load_state_dict(_drawn(), strict=False)
+        with torch.no_grad():
+            module.gpt.head.weight.mul_(0.5)
+        strategy.masters()
+    return [str(w.message) for w in caught if "written to" in str(w.message)]
+
+
+def test_a_change_in_place_after_a_load_is_still_said() -> None:
+    said = ranks(1).run(_write_after_load)[0]
+    assert len(said) == 1
+    assert said[0].startswith("gpt.head.weight was written to between two runs")
 
 
 def _find_lr() -> list[float]:

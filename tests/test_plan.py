@@ -37,6 +37,7 @@ def job(**changes) -> Job:
         num_local_ranks=1,
         grad_dtype="auto",
         lanes="cpu",
+        moments="fp32",
         chunk_elements=4096,
         tokens_per_step=4096,
         flops_per_step=8.0 * 770_000 * 4096,

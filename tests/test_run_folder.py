@@ -184,7 +184,7 @@ def test_a_run_of_which_a_part_is_gone_is_not_begun_again_in_silence(tmp_path, t
 
 def test_a_checkpoint_that_a_killed_save_moved_aside_is_resumed_from(stored):
     folder, last = stored
-    (last / "meta.pt").write_text("")
+    (last / "manifest.json").write_text("")
     last.rename(last.with_name(f".{last.name}.replaced"))
     assert run_folder.last_checkpoint(folder) == last
 

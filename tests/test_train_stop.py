@@ -128,4 +128,4 @@ def test_sigterm_to_the_command_ends_it_with_the_exit_code_of_a_stop(tmp_path):
                 process.terminate()
     assert process.returncode == 143, "".join(lines)
     assert lines[-1].startswith("stopped by SIGTERM after step "), "".join(lines)
-    assert (tmp_path / "checkpoints/last.ckpt/meta.pt").exists()
+    assert (tmp_path / "checkpoints/last.ckpt/manifest.json").exists()

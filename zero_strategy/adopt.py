@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
@@ -23,8 +23,12 @@ def accumulates(trainer: Any) -> bool:
     return scheduled or trainer.accumulate_grad_batches > 1
 
 
-def check_offload(*, manual_optimization: bool, precision: str) -> None:
+def check_offload(module: Any, *, precision: str) -> None:
     """Refuse what cannot be stepped on the host.
+
+    Args:
+        module: the user's LightningModule, with its Trainer.
+        precision: name of the precision.
 
     Raises: ValueError: lists each problem.
     """
@@ -34,11 +38,19 @@ def check_offload(*, manual_optimization: bool, precision: str) -> None:
             f"trainer.precision = {precision!r}: must be 'bf16-mixed' under offload, which keeps "
             "bf16 weights on the device and exact fp32 ones on the host. Use 'bf16-mixed'."
         )
-    if manual_optimization:
+    if not module.automatic_optimization:
         problems.append(
             "module.automatic_optimization = False: must be True under offload. Return the loss "
             "from training_step, or train without offload."
         )
+    problems += [
+        f"trainer.callbacks: {type(callback).__name__} freezes parameters before they are sharded "
+        "and trains them later: must train what is trained at set-up under offload, which gives "
+        "the rest no state. Freeze in on_fit_start, in a callback of your own, or train without "
+        "offload."
+        for callback in module.trainer.callbacks
+        if "BaseFinetuning" in [kind.__name__ for kind in type(callback).__mro__]
+    ]
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -85,6 +97,49 @@ def optimizer_problems(optimizer: Optimizer) -> list[str]:
         for key in _UNSUPPORTED
         if group[key]
     ]
+
+
+@final
+class Adopted:
+    """The groups of a user's optimizers, by which the engine steps.
+
+    Args:
+        optimizers: as `configure_optimizers` made them.
+        names: id(parameter) -> its name.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        self.names = names
+        self._optimizers = tuple(optimizers)
+
+    def hyper(self, steps: Mapping[str, int]) -> dict[str, AdamStep | None]:
+        """Read the groups, which schedulers change and callbacks add to.
+
+        Args:
+            steps: offloaded parameter -> optimizer steps it has taken.
+
+        Returns: parameter -> the hyperparameters of its next step; None where no group has it.
+
+        Raises:
+            ValueError: an optimizer, a setting or a trained parameter that the engine does not
+                know.
+        """
+        problems = [p for optimizer in self._optimizers for p in optimizer_problems(optimizer)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        hyper: dict[str, AdamStep | None] = dict.fromkeys(steps)
+        for group in (group for o in self._optimizers for group in o.param_groups):
+            for parameter in group["params"]:
+                name = self.names[id(parameter)]
+                if name in hyper:
+                    hyper[name] = adam_step(group, steps[name] + 1)
+                elif parameter.requires_grad:
+                    raise ValueError(
+                        f"{name} is trained but was frozen when the strategy set up: must require "
+                        "a gradient then to be offloaded. Freeze it later, in on_fit_start, or "
+                        "train without offload."
+                    )
+        return hyper
 
 
 def adam_step(group: Mapping[str, Any], step: int) -> AdamStep:

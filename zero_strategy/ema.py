@@ -26,8 +26,9 @@ class ShardedEMA(Callback):
     Args:
         decay: share of the old average kept per optimizer step, in [0, 1).
     Raises: ValueError: decay is no number in that range.
-    Cost: 4 bytes per parameter of this rank's shard in fp32; no collective. Under offload each
-        update waits until the step is committed, which gives up its overlap.
+    Cost: 4 bytes per parameter of this rank's shard in fp32; no collective. Under offload the
+        average lies where the optimizer state does, and each update takes as much for a copy of
+        the weights and waits until the step is committed, which gives up its overlap.
 
     Example:
         >>> trainer = lightning.Trainer(strategy="zero3", callbacks=[ShardedEMA(decay=0.999)])
@@ -62,8 +63,14 @@ class ShardedEMA(Callback):
             return
         self._step = trainer.global_step
         weights = _trained(pl_module)
-        for name in weights.keys() - self.average.keys():
-            self.average[name] = weights[name].detach().clone()
+        for name, weight in weights.items():
+            if name not in self.average:
+                self.average[name] = weight.detach().clone()
+            elif local(self.average[name]).device != local(weight).device:
+                # Its offloaded state has moved to the device since.
+                moved = torch.empty_like(weight).detach()
+                local(moved).copy_(local(self.average[name]))
+                self.average[name] = moved
         torch._foreach_lerp_(
             [local(self.average[n]) for n in weights],
             [local(p.detach()) for p in weights.values()],

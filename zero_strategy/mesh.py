@@ -1,6 +1,7 @@
 """The device mesh of a run: one axis today, the others join as they are built."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 SHARD_AXIS = "dp_shard"
@@ -16,6 +17,20 @@ def build_mesh(device_type: str, world_size: int) -> DeviceMesh:
     Cost: collective; every rank must call it together.
     """
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
+
+
+def host_mesh(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> DeviceMesh:
+    """Return a mesh of the same ranks for tensors in host memory.
+
+    Args:
+        mesh: one axis over all ranks.
+        group: over all ranks, for messages between hosts; None for a single rank.
+    """
+    if mesh.device_type == "cpu":
+        return mesh
+    if group is None:
+        return build_mesh("cpu", mesh.size())
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=mesh.mesh_dim_names)
 
 
 def same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:

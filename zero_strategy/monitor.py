@@ -9,13 +9,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
+from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.planning.hardware import peak_bf16_flops
-from zero_strategy.protocols import CountsTokens, TellsPlan, TellsSaves
+from zero_strategy.protocols import CountsTokens, TellsOffload, TellsPlan, TellsSaves
 from zero_strategy.telemetry.board import Board
 from zero_strategy.telemetry.clock import clock_for
 from zero_strategy.telemetry.csv_log import CsvLog
@@ -26,6 +28,7 @@ from zero_strategy.telemetry.ranks import gather_rows
 from zero_strategy.telemetry.recorder import Recorder
 from zero_strategy.telemetry.report import Report
 from zero_strategy.telemetry.terminal import Terminal
+from zero_strategy.telemetry.tiers import link_ceiling
 from zero_strategy.telemetry.validation import validation_figures
 
 
@@ -53,7 +56,7 @@ class Monitor(Callback):
         other columns.
 
     Cost: between log steps neither host sync nor collective; on a log step one all-reduce of 80
-        bytes times the number of ranks, and a few host syncs.
+        bytes (160 under offload) times the number of ranks, and a few host syncs.
 
     Example:
         >>> trainer = Trainer(strategy="zero3", callbacks=[Monitor("out", every=10)])
@@ -183,7 +186,7 @@ class Monitor(Callback):
                 f"dropped {csv_log.dropped_rows} rows after step {facts.start_step} "
                 f"from the CSV files in {self.out_dir}"
             )
-        board = Board(self._summary_writer(trainer, facts))
+        board = Board(self._summary_writer(trainer, facts), facts)
         return [csv_log, board, Report(self.out_dir, facts), terminal]
 
     def _summary_writer(self, trainer: pl.Trainer, facts: RunFacts) -> SummaryWriter:
@@ -227,7 +230,13 @@ def _facts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> RunFacts:
         total_steps=_total_steps(trainer, pl_module),
         plan=plan,
         checks=dict(told.checks) if told else {},
+        offload=_offload(strategy),
+        link_bytes_per_s=link_ceiling(_device_name(strategy.root_device)),
     )
+
+
+def _offload(strategy: Strategy) -> OffloadFigures | None:
+    return strategy.take_offload_figures() if isinstance(strategy, TellsOffload) else None
 
 
 def _probes(trainer: pl.Trainer, pl_module: pl.LightningModule, facts: RunFacts) -> Probes:
@@ -251,6 +260,7 @@ def _probes(trainer: pl.Trainer, pl_module: pl.LightningModule, facts: RunFacts)
     return Probes(
         gather=gather,
         exposed_comm_ms=told.take_exposed_comm_ms if told else lambda: None,
+        offload=lambda: _offload(strategy),
         grad_norm=grad_norm,
         skipped_steps=lambda: (
             precision.skipped_steps if isinstance(precision, _CountsSkips) else None

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -23,19 +24,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from zero_strategy.adopt import adam_step, optimizer_problems
+from zero_strategy.adopt import Adopted
 from zero_strategy.blocks import Units, parameter_names, unit_parameters
+from zero_strategy.checkpoint.late import Late, LateDict
 from zero_strategy.config import OffloadConfig, ZeroStage
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
-from zero_strategy.kernels.adam import AdamStep, join, split
+from zero_strategy.kernels.adam import join
+from zero_strategy.mesh import host_mesh
 from zero_strategy.offload.assemble import make_engine
 from zero_strategy.offload.chunk import Hyper
 from zero_strategy.offload.engine import OffloadEngine
+from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.resident import ResidentState
 from zero_strategy.offload.tiers import TieredState
+from zero_strategy.offloaded import Offloaded
 from zero_strategy.planning.host_memory import check_host_memory, host_room
 from zero_strategy.planning.job import Job, host_units
 from zero_strategy.planning.machines import H200
@@ -47,7 +52,10 @@ from zero_strategy.planning.placement import (
 )
 from zero_strategy.planning.remedies import host_remedies
 from zero_strategy.planning.sizes import ROOT, unit_sizes
-from zero_strategy.planning.tiers import RESIDENT_BYTES, host_parts, total_bytes
+from zero_strategy.planning.tiers import host_parts, total_bytes
+from zero_strategy.reduced import ReducedGradients
+from zero_strategy.stalls import Stalls
+from zero_strategy.writes import Writes, halves
 
 # Over about so many steps, and above so large a share, steps are taken to be clipped often.
 _CLIP_STEPS = 4
@@ -62,6 +70,7 @@ class Offloading:
         module: the user's module, built or on meta, not yet sharded.
         units: what becomes a unit.
         mesh: one axis, over which parameters are cut along their first dim.
+        host_mesh: its ranks, for tensors in host memory.
         device: this rank's.
         config: what the user asked for.
         job: the same as numbers.
@@ -74,12 +83,14 @@ class Offloading:
         units: Units,
         mesh: DeviceMesh,
         *,
+        host_mesh: DeviceMesh,
         device: torch.device,
         config: OffloadConfig,
         job: Job,
         share: float,
     ) -> None:
         self._module, self._mesh, self._device = module, mesh, device
+        self._host_mesh = host_mesh
         self._config, self._job = config, job
         self.share = share
         """Of the trained parameters, whose state lies in host memory."""
@@ -90,18 +101,19 @@ class Offloading:
         self._grad_dtype = torch.float32 if job.grad_itemsize == 4 else torch.bfloat16
         self._sizes = _unit_sizes(module, units, mesh)
         self._unit_of = {name: unit for unit, sizes in self._sizes.items() for name in sizes}
-        self._host = HostState(self._layout(share))
+        self._moments = torch.bfloat16 if job.moments == "bf16" else torch.float32
+        self._host = HostState(self._layout(share), moments=self._moments)
         self._lowers: dict[str, Tensor] = {}
         """Lower halves of weights whose state stays on the device, until they are sharded."""
         self._engine: OffloadEngine | None = None
-        self._optimizers: list[Optimizer] = []
-        self._names: dict[int, str] = {}
+        self._adopted = Adopted([], {})
         self._parameters: dict[str, nn.Parameter] = {}
         self._aliases: dict[str, str] = {}
         """Every name of an offloaded parameter -> the one it has here."""
-        self._versions: dict[str, int] = {}
-        self._was_written = False
-        self._runs = False
+        self.writes = Writes({}, lambda: self.engine)
+        """What others write to the weights."""
+        self._num_begun = 0
+        """Micro-batches, to tell whether what was read is still so."""
         self._forwards: dict[str, int] = {}
         self._scale = 1.0
         self._watched = False
@@ -110,8 +122,7 @@ class Offloading:
         self._moves = config.placement == "auto" and share > 0
         """State is still to be moved to the device, once a step has shown what has room there."""
         self._steps_until_move = 1
-        self._reduced: Tensor | None = None
-        self._taken = 0
+        self._reduced = ReducedGradients()
 
     @property
     def engine(self) -> OffloadEngine:
@@ -129,7 +140,7 @@ class Offloading:
         """Device memory of the state that stays there, the weights not counted."""
         on_host = set(host_units(self._job.units, self.share))
         sizes = (n for u, own in self._sizes.items() if u not in on_host for n in own.values())
-        return RESIDENT_BYTES * sum(sizes)
+        return self._job.resident_bytes * sum(sizes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,8 +168,8 @@ class Offloading:
             if name in self._host.layout.sizes:
                 self._host.write_master(name, own)
             else:
-                self._lowers[name] = _halves(own)[1]
-            parameter.data = _halves(master.view(-1))[0].view_as(master)
+                self._lowers[name] = halves(own)[1]
+            parameter.data = halves(master.view(-1))[0].view_as(master)
 
     def start(self, root: nn.Module, units: Mapping[str, nn.Module]) -> None:
         """Hang the engine into the sharded module.
@@ -173,13 +184,13 @@ class Offloading:
         self._aliases = {
             n: first[id(p)] for n, p in parameter_names(self._module) if id(p) in first
         }
-        state = TieredState(self._host, ResidentState(self._weights(self._lowers)))
+        state = self._tiered(self._host, self._lowers)
         for name, lower in self._lowers.items():
             upper = self._weights((name,))[name]
             state.resident.write_master(name, join(upper, lower))
         self._lowers.clear()
         self._engine = self._make_engine(state)
-        self._note_versions()
+        self.writes = Writes(parameters, lambda: self.engine)
         for name, parameter in parameters.items():
             num_padded = _rows_per_rank(parameter.shape, self._mesh) * math.prod(
                 parameter.shape[1:]
@@ -189,7 +200,7 @@ class Offloading:
         for name, unit in {ROOT: root, **units}.items():
             assert isinstance(unit, FSDPModule), "units are sharded before the engine starts"
             unit.register_forward_pre_hook(self._fetcher(name), prepend=True)
-            unit.set_all_reduce_hook(self._tap)
+            unit.set_all_reduce_hook(self._reduced.tap)
 
     def _weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return flat views of this rank's shards.
@@ -197,6 +208,10 @@ class Offloading:
         `.data` counts its own versions, so what others write to the weights shows in theirs.
         """
         return {n: local(self._parameters[n].detach()).data.view(-1) for n in names}
+
+    def _tiered(self, host: HostState, resident: Iterable[str]) -> TieredState:
+        weights = self._weights(resident)
+        return TieredState(host, ResidentState(weights, moments=self._moments))
 
     def _make_engine(self, state: TieredState) -> OffloadEngine:
         weights = self._weights(state.host.layout.sizes)
@@ -207,7 +222,7 @@ class Offloading:
     def _move_to_device(self) -> None:
         """Move to the device what has room there; between a step's last gradient and its seal."""
         self._moves = False
-        if self._was_written or self.engine.mode != "staged":
+        if self.writes.was_written or self.engine.mode != "staged":
             return  # Where others write to weights, the host's copy of them is needed.
         share = fitting_share(self._job, self.share, device_room(self._device))
         if share == self.share:
@@ -219,7 +234,7 @@ class Offloading:
         self._engine = None
         layout = self._layout(share)
         resident = [name for name in self.names if name not in layout.sizes]
-        state = TieredState(HostState(layout), ResidentState(self._weights(resident)))
+        state = self._tiered(HostState(layout, moments=self._moments), resident)
         state.take_over(before, with_moments=any(steps.values()))
         self.share, self._host = share, state.host
         del before
@@ -227,76 +242,43 @@ class Offloading:
         self._engine.steps = steps
         for name, grad in grads.items():
             self._engine.receive(name, grad.to(self._device), self._hyper, last=True)
-        self._note_versions()
+        self.writes.note()
 
     def _fetcher(self, unit: str) -> Callable[..., None]:
         def fetch(*_: object) -> None:
+            # Elsewhere weights are waited for too, but by what is no part of a step.
+            start = self._waits.begin() if self.in_step else None
             self.engine.fetch(unit)
+            self._waits.end(start)
             self._forwards[unit] = self._forwards.get(unit, 0) + self.in_step
 
         return fetch
 
+    @cached_property
+    def _waits(self) -> Stalls:
+        """Of the forwards of steps, for a unit's weights."""
+        return Stalls(on_cpu=self._device.type == "cpu")
+
+    def take_figures(self) -> OffloadFigures:
+        """Return what was done and waited for since the last call, on this rank.
+
+        Cost: on an accelerator waits for the last fetch of a step's forward.
+        """
+        return OffloadFigures(
+            host_share=self.share,
+            exposed_ms=self._waits.take_ms(),
+            engine=self.engine.take_figures(),
+        )
+
     def begin_step(self) -> None:
         """Before the forward of a micro-batch."""
         self._forwards.clear()
-        self._take_over_writes()
-        self._runs = True
-
-    def _note_versions(self) -> None:
-        self._versions = {n: p._version for n, p in self._parameters.items()}
-
-    def _take_over_writes(self) -> None:
-        """Bring to the host what others wrote to the device's weights, as far as bf16 holds it.
-
-        Seen by the tensors' version counters, which a write through `parameter.data` goes past.
-        """
-        written = [n for n, p in self._parameters.items() if p._version != self._versions[n]]
-        if not written:
-            return
-        self._was_written = True
-        self.engine.flush()
-        state = self.engine.state
-        for name in written:
-            if name in state.resident:
-                self._take_resident(name)
-                continue
-            there = local(self._parameters[name].detach()).flatten().cpu()
-            changed = there != state.host.upper(name)
-            if changed.any():
-                master = state.master(name)
-                master[changed] = there[changed].float()
-                state.write_master(name, master)
-        self._note_versions()
-
-    def _take_resident(self, name: str) -> None:
-        if self._runs:
-            raise RuntimeError(
-                f"{name} was written to while its fp32 weights are kept beside it on the device: "
-                "must be left alone during a run, since which of its elements changed cannot be "
-                "told. Keep them in host memory, with OffloadConfig(placement='host')."
-            )
-        warnings.warn(
-            f"{name} was written to between two runs: its fp32 weights are now the bf16 ones.",
-            stacklevel=2,
-        )
-        self.engine.state.resident.take_weights(name)
-
-    def _tap(self, reduced: Tensor) -> None:
-        """Keep a unit's gradients as they were reduced: what follows rounds them to bf16.
-
-        Each parameter with a gradient has its shard there, padded, in the order in which their
-        hooks are called next.
-        """
-        self._reduced, self._taken = reduced, 0
+        self.writes.begin_step()
+        self._num_begun += 1
 
     def _taker(self, unit: str, name: str, num_padded: int) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "hooks run where a gradient was accumulated"
-            assert self._reduced is not None, "FSDP2 reduced the unit's gradients first"
-            num_own = local(parameter.grad).numel()
-            parameter.grad = None
-            grad = self._reduced.narrow(0, self._taken, num_own)
-            self._taken += num_padded
+            grad = self._reduced.take(name, parameter, num_padded)
             # A unit that ran several times may be reduced as often, its last time unknown.
             once = self._forwards.get(unit, 0) <= 1
             self.engine.receive(name, grad, self._hyper, last=self.last and once)
@@ -314,11 +296,9 @@ class Offloading:
         Raises:
             ValueError: an optimizer or a setting that the engine does not know.
         """
-        problems = [p for optimizer in optimizers for p in optimizer_problems(optimizer)]
-        if problems:
-            raise ValueError("\n".join(problems))
-        self._names = {id(p): n for n, p in self._module.named_parameters()}
-        self._optimizers = list(optimizers)
+        names = {id(p): n for n, p in self._module.named_parameters()}
+        self._adopted = Adopted(optimizers, names)
+        self._hyper()
         self._watched = watched
         # Until it is known what moves to the device, nothing is sent there. Whoever can look at
         # weights can write to them, which shows before the second step.
@@ -326,26 +306,12 @@ class Offloading:
         self.engine.mode = "staged" if self._moves else "deferred"
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: self._step())
-        self._hyper()
         self.abandon()
         self.engine.reset()
+        self._reduced.begin_run(self.names)
 
     def _hyper(self) -> Hyper:
-        """Read the optimizers' groups, which schedulers change and callbacks add to."""
-        hyper: dict[str, AdamStep | None] = dict.fromkeys(self._unit_of)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = self._names[id(parameter)]
-                    if name in hyper:
-                        hyper[name] = adam_step(group, self.engine.steps[name] + 1)
-                    elif parameter.requires_grad:
-                        raise ValueError(
-                            f"{name} is trained but was frozen when the strategy set up: must "
-                            "require a gradient then to be offloaded. Freeze it later, in "
-                            "on_fit_start, or train without offload."
-                        )
-        return hyper
+        return self._adopted.hyper(self.engine.steps)
 
     # The step.
 
@@ -366,9 +332,11 @@ class Offloading:
 
         Raises:
             NonFiniteGradientError: the norm is not finite; the step is dropped.
+            RuntimeError: torch did not hand out the gradients as `reduced.py` says.
 
         Cost: one host sync, one all-reduce of 8 bytes.
         """
+        self._reduced.check_taken(self._parameters)
         norm = self.norm().cpu()
         if not math.isfinite(float(norm)):
             step = max(self.engine.steps.values(), default=0) + 1
@@ -404,73 +372,93 @@ class Offloading:
     def abandon(self) -> None:
         """Drop a step that an exception interrupted, so that the state can be saved."""
         self._decided = False
-        self.engine.seal(None, self._hyper())
+        self._reduced.forget()
+        # A step that is dropped needs no hyperparameters, which may be what went wrong.
+        self.engine.seal(None, dict.fromkeys(self.engine.steps))
 
     def _settle(self) -> None:
         """Have the state as of the last step, also for a save after an exception."""
         if sys.exc_info()[0] is not None:
             self.abandon()
         self.engine.flush()
-        self._take_over_writes()
+        self.writes.take_over()
 
     def pause(self) -> None:
         """End the workers until the next run; what they still had to do is done."""
         self.abandon()
         self.engine.close()
-        self._runs = False
+        self.writes.runs = False
+
+    def _offloaded(self) -> Offloaded:
+        """Return the state as of the last step, to be read and written until the next begins."""
+        self._settle()
+        begun = self._num_begun
+        return Offloaded(
+            self.engine.state,
+            self._parameters,
+            self._host_mesh,
+            lambda: self._num_begun == begun,
+        )
+
+    def late_masters(self) -> dict[str, Late]:
+        """Return the fp32 weights, sharded as their parameters are, under each of their names."""
+        offloaded = self._offloaded()
+        shards = {name: offloaded.master(name) for name in self.names}
+        return {alias: shards[name] for alias, name in self._aliases.items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the fp32 weights, sharded as their parameters are, under each of their names."""
-        self._settle()
-        shards = {n: self._as_shard(n, self.engine.state.master(n)) for n in self.names}
-        return {alias: shards[n] for alias, n in self._aliases.items()}
+        """Return copies of the fp32 weights under each of their names, where their state lies."""
+        offloaded = self._offloaded()
+        shards = {name: offloaded.master(name).read() for name in self.names}
+        return {alias: shards[name] for alias, name in self._aliases.items()}
+
+    @contextmanager
+    def writing(self) -> Generator[dict[str, Late], None, None]:
+        """Give the fp32 weights to be written, under each of their names, then send them."""
+        yield self.late_masters()
+        self.engine.send()
+        self.writes.note()
 
     def write_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take fp32 weights, sharded as their parameters are, and send them to the device."""
-        self.engine.flush()
-        for alias, master in masters.items():
-            self.engine.state.write_master(self._aliases[alias], local(master).flatten().cpu())
-        self.engine.send()
-        self._note_versions()
+        with self.writing() as late:
+            for alias, master in masters.items():
+                late[alias].write(master)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, LateDict]:
         """Return an optimizer's state by parameter name, as the optimizer itself would hold it."""
-        self._settle()
-        state: dict[str, Any] = {}
-        owned = {self._names[id(p)] for g in optimizer.param_groups for p in g["params"]}
-        for name in self.names:
-            if name in owned and self.engine.steps[name]:
-                m, v = self.engine.state.moments(name)
-                state[name] = {
-                    "step": torch.tensor(float(self.engine.steps[name])),
-                    "exp_avg": self._as_shard(name, m),
-                    "exp_avg_sq": self._as_shard(name, v),
-                }
-        return state
+        offloaded, steps = self._offloaded(), self.engine.steps
+        owned = {self._adopted.names[id(p)] for g in optimizer.param_groups for p in g["params"]}
+        return {
+            name: LateDict({"step": torch.tensor(float(steps[name])), **offloaded.moments(name)})
+            for name in self.names
+            if name in owned and steps[name]
+        }
 
-    def write_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Take over the state that was loaded into an optimizer, and leave it empty."""
+    def fresh_moments(self) -> dict[str, dict[str, Late]]:
+        """Set all moments to zero and return them by parameter name, to be written."""
         self.engine.reset()
-        for parameter, slots in optimizer.state.items():
-            name = self._names[id(parameter)]
-            self.engine.steps[name] = int(slots["step"])
-            moments = (local(slots[k]).flatten().float().cpu() for k in ("exp_avg", "exp_avg_sq"))
-            self.engine.state.write_moments(name, *moments)
-        optimizer.state.clear()
+        offloaded = self._offloaded()
+        return {name: offloaded.moments(name) for name in self.names}
 
-    def _as_shard(self, name: str, flat: Tensor) -> Tensor:
-        parameter = self._module.get_parameter(name)
-        shard = flat.view(local(parameter).shape).to(self._device)
-        if not isinstance(parameter, DTensor):
-            return shard
-        return DTensor.from_local(
-            shard,
-            parameter.device_mesh,
-            parameter.placements,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-            run_check=False,
-        )
+    def take_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the step counts that were loaded into optimizers, and leave these empty.
+
+        Raises:
+            ValueError: one holds slots that the engine does not know.
+        """
+        for parameter, slots in [item for o in optimizers for item in o.state.items()]:
+            name = self._adopted.names[id(parameter)]
+            if foreign := sorted(slots.keys() - {"step"}):
+                raise ValueError(
+                    f"the checkpoint holds {', '.join(foreign)} of {name}: must be the state of "
+                    "AdamW or Adam without amsgrad under offload. Load the weights only, or train "
+                    "without offload."
+                )
+            if name in self.engine.steps:
+                self.engine.steps[name] = int(slots["step"])
+        for optimizer in optimizers:
+            optimizer.state.clear()
 
 
 def make_offloading(
@@ -507,6 +495,7 @@ def make_offloading(
         num_local_ranks=num_local_ranks,
         grad_dtype=config.grad_dtype,
         lanes=config.lanes,
+        moments=config.moments,
         chunk_elements=config.chunk_elements,
         micro_batches=2 if sums else 1,
     )
@@ -522,15 +511,16 @@ def make_offloading(
     # Rates decide the order of advice alone, and hardly differ by machine.
     remedies = host_remedies(job, H200, share, num_bytes, fixed=config.placement == "auto")
     check_host_memory(parts, num_bytes, remedies, bound=room.bound)
-    return Offloading(module, units, mesh, device=device, config=config, job=job, share=share)
-
-
-def _halves(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both halves of fp32 weights, (n,) each."""
-    upper = torch.empty_like(master, dtype=torch.bfloat16)
-    lower = torch.empty_like(master, dtype=torch.int16)
-    split(master, upper, lower)
-    return upper, lower
+    return Offloading(
+        module,
+        units,
+        mesh,
+        host_mesh=host_mesh(mesh, group),
+        device=device,
+        config=config,
+        job=job,
+        share=share,
+    )
 
 
 def _unit_sizes(module: nn.Module, units: Units, mesh: DeviceMesh) -> dict[str, dict[str, int]]:

@@ -4,6 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.planning.estimate import MemoryPlan
 
 
@@ -27,6 +28,18 @@ class TellsPlan(Protocol):
         """Communication that compute had to wait for since the last call.
 
         Returns: milliseconds on this rank, or None where it is not measured.
+        """
+        ...
+
+
+@runtime_checkable
+class TellsOffload(Protocol):
+    """A strategy that may keep optimizer state in host memory."""
+
+    def take_offload_figures(self) -> OffloadFigures | None:
+        """What offload did on this rank since the last call, or None where there is none.
+
+        Cost: may sync the host; read it on log steps only.
         """
         ...
 

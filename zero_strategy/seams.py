@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 
 def evaluation_loops(trainer: Any) -> list[Any]:
@@ -74,6 +75,12 @@ def without_stop_broadcast(
 def request_stop(trainer: Any) -> None:
     """Make every later check of `trainer.received_sigterm` true."""
     trainer._signal_connector.received_sigterm = True
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper, or the optimizer itself."""
+    inner = vars(optimizer).get("_optimizer")
+    return optimizer if inner is None else inner
 
 
 def log_whole_tensors(module: nn.Module) -> None:

@@ -86,6 +86,16 @@ class Sharded:
         """Every unit, the root last."""
         return [m for m in (*self.units.values(), self.root) if isinstance(m, FSDPModule)]
 
+    @property
+    def checks(self) -> dict[str, str]:
+        """What was found at set-up, check by check."""
+        return {
+            "dtype": "ok",
+            "tied": f"{len(self.tied_out)} in root" if self.tied_out else "ok",
+            "initial state": "broadcast" if self.mesh.size() > 1 else "own",
+            "units": f"{self.source}, {self.unit_classes}",
+        }
+
     def reshard(self) -> None:
         """Let all gathered parameters go. No collective; does nothing where nothing is gathered."""
         for module in self.modules:
@@ -191,12 +201,13 @@ def shard_module(
         # the user's first call is to a block.
         nn.Module.__call__(root, _WARM_UP)
     root.reshard()
-    if offloading:
-        offloading.start(root, units.modules)
     gathered = [m for m in (*units.modules.values(), root) if isinstance(m, FSDPModule)]
-    on_cpu = device.type == "cpu"
+    stalls = StallClock(gathered, on_cpu=device.type == "cpu") if mesh.size() > 1 else None
+    if offloading:
+        # After the clock, whose marks must not span the wait for offloaded weights.
+        offloading.start(root, units.modules)
     return Sharded(
-        stalls=StallClock(gathered, on_cpu=on_cpu) if mesh.size() > 1 else None,
+        stalls=stalls,
         offloading=offloading,
         root=root,
         units=units.modules,

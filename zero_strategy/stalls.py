@@ -1,4 +1,4 @@
-"""Communication that compute had to wait for.
+"""What compute had to wait for: communication, and weights that are offloaded.
 
 A gather stalls the forward or backward of its unit from the moment the unit is reached until its
 parameters are there; marks are set right before and right after FSDP2's own hooks. A reduction
@@ -11,7 +11,7 @@ until they are read.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -44,23 +44,27 @@ class _StreamMark:
         return self._event.elapsed_time(end._event)
 
 
-class StallClock:
-    """Adds up stalls between two readings. Measures from the first reading on.
+@final
+class Stalls:
+    """Adds up stalls of one kind between two readings. Measures from the first reading on.
 
     Args:
-        units: the sharded modules.
         on_cpu: whether tensors lie on the CPU.
     """
 
-    def __init__(self, units: Sequence[FSDPModule], *, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+    def __init__(self, *, on_cpu: bool) -> None:
         self._mark: Callable[[], Any] = _HostMark if on_cpu else _StreamMark
         self._armed = False
         self._stalls: list[tuple[Any, Any]] = []
-        self._last_reduction: Any = None
-        for unit in units:
-            self._surround_gathers(unit)
-            unit.set_custom_reduce_scatter(cast(Any, _MarkedReduceScatter(self)))
+
+    def begin(self) -> Any:
+        """Return a mark for `end`; None while nothing is measured. No host sync."""
+        return self._mark() if self._armed else None
+
+    def end(self, start: Any) -> None:
+        """Count the time since a mark, unless it is None. No host sync."""
+        if start is not None:
+            self._stalls.append((start, self._mark()))
 
     def take_ms(self) -> float | None:
         """Milliseconds of stall since the last reading; None at the first.
@@ -73,20 +77,39 @@ class StallClock:
         stalls, self._stalls = self._stalls, []
         return sum(start.ms_until(end) for start, end in stalls)
 
+
+@final
+class StallClock:
+    """The stalls that collectives cause.
+
+    Args:
+        units: the sharded modules.
+        on_cpu: whether tensors lie on the CPU.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], *, on_cpu: bool) -> None:
+        self._on_cpu = on_cpu
+        self._stalls = Stalls(on_cpu=on_cpu)
+        self._last_reduction: Any = None
+        for unit in units:
+            self._surround_gathers(unit)
+            unit.set_custom_reduce_scatter(cast(Any, _MarkedReduceScatter(self)))
+
+    def take_ms(self) -> float | None:
+        """As `Stalls.take_ms`."""
+        return self._stalls.take_ms()
+
     def after_backward(self) -> None:
         """Close the stall of the last reduction of a backward."""
-        if self._armed and self._last_reduction is not None:
-            self._stalls.append((self._last_reduction, self._mark()))
+        self._stalls.end(self._last_reduction)
         self._last_reduction = None
 
     def reduce(self, scatter: Callable[[], Any]) -> Any:
         """Run one reduction and note what of it shows."""
-        if not self._armed:
-            return scatter()
-        start = self._mark()
+        start = self._stalls.begin()
         work = scatter()
-        if self.on_cpu:
-            self._stalls.append((start, self._mark()))
+        if self._on_cpu:
+            self._stalls.end(start)
         else:
             self._last_reduction = start
         return work
@@ -96,12 +119,11 @@ class StallClock:
         waiting: list[Any] = []
 
         def start(*_: Any) -> None:
-            if self._armed:
-                waiting.append(self._mark())
+            waiting.append(self._stalls.begin())
 
         def stop(*_: Any) -> None:
             if waiting:
-                self._stalls.append((waiting.pop(), self._mark()))
+                self._stalls.end(waiting.pop())
                 waiting.clear()
 
         unit.register_forward_pre_hook(start, prepend=True)

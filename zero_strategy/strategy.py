@@ -33,6 +33,7 @@ from zero_strategy.adopt import (
 )
 from zero_strategy.blocks import find_units
 from zero_strategy.checkpoint import state, storage, trainer_state
+from zero_strategy.checkpoint.late import LateDict
 from zero_strategy.config import (
     InitDevice,
     OffloadConfig,
@@ -48,6 +49,7 @@ from zero_strategy.evaluation import Turns
 from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
 from zero_strategy.mesh import build_mesh, same_mesh
+from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.offloading import make_offloading
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
@@ -180,6 +182,10 @@ class ZeroStrategy(DDPStrategy):
         stalls = self.sharded.stalls
         return stalls.take_ms() if stalls else 0.0
 
+    def take_offload_figures(self) -> OffloadFigures | None:
+        """What offload did on this rank since the last call, or None where there is none."""
+        return self.sharded.offloading.take_figures() if self.sharded.offloading else None
+
     @property
     def zero_precision(self) -> ZeroPrecision:
         """The precision plugin, which is always ours."""
@@ -254,7 +260,7 @@ class ZeroStrategy(DDPStrategy):
         manual = not module.automatic_optimization
         checks.check_module(module, manual_optimization=manual)
         if self.config.offload is not None:
-            check_offload(manual_optimization=manual, precision=self.zero_precision.precision)
+            check_offload(module, precision=self.zero_precision.precision)
             warn_of_gradient_hooks(module)
         checks.check_same_module(module, self._control)
         self.precision_plugin.convert_module(module)
@@ -286,13 +292,8 @@ class ZeroStrategy(DDPStrategy):
             compile_blocks=self.config.compile == "blocks",
             offloading=offloading,
         )
-        self.checks = {
-            "dtype": "ok",
-            "tied": f"{len(units.tied_out)} in root" if units.tied_out else "ok",
-            "initial state": "broadcast" if self.mesh.size() > 1 else "own",
-            "units": f"{units.source}, {sharded.unit_classes}",
-        }
-        adapt_state_dicts(module)
+        self.checks = sharded.checks
+        adapt_state_dicts(module, offloading.writes.load if offloading else None)
         vars(module)[_SHARDED_ATTRIBUTE] = sharded
         return sharded
 
@@ -320,11 +321,15 @@ class ZeroStrategy(DDPStrategy):
         checks.check_trainable_sharded(self._module, self.world_size)
         if self.sharded.offloading:
             watched = looks_between_steps(self._module, cast(Any, trainer).callbacks)
-            self.sharded.offloading.adopt([_unwrap(o) for o in self.optimizers], watched=watched)
+            self.sharded.offloading.adopt(self._plain_optimizers, watched=watched)
         if not self._module.automatic_optimization:
             # The next forward of the same step must see the new weights.
             for optimizer in self.optimizers:
                 optimizer.register_step_post_hook(lambda *_: self.sharded.reshard())
+
+    @property
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [seams.unwrapped(o) for o in self.optimizers]
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -502,19 +507,21 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's view of the weights: DTensors, and rank 0's buffers."""
+        """This rank's weights as DTensors, offloaded ones once asked for, and rank 0's buffers."""
         self.sharded.reshard()
         if sys.exc_info()[0] is None:
             self.sharded.sync_buffers()
         tensors, extra = state.model_state(self._module)
-        return {**tensors, **self.masters(), **extra}
+        late = self.sharded.offloading.late_masters() if self.sharded.offloading else {}
+        values = {**tensors, **late, **extra}
+        return cast(dict[str, Any], LateDict(values)) if late else values
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, as this rank's DTensors."""
-        described = state.optimizer_state(_unwrap(optimizer), self._names())
+        described = state.optimizer_state(seams.unwrapped(optimizer), self._names())
         if self.sharded.offloading:
-            described["state"] = self.sharded.offloading.optimizer_state(_unwrap(optimizer))
+            described["state"] = self.sharded.offloading.optimizer_state(seams.unwrapped(optimizer))
         return described
 
     @override
@@ -555,17 +562,17 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.sharded.reshard()
-        masters = self.masters()
-        trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
-        self.write_masters(masters)
+        offloading = self.sharded.offloading
+        with offloading.writing() if offloading else nullcontext({}) as masters:
+            trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizers = [_unwrap(o) for o in self.optimizers]
-        trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names())
-        if self.sharded.offloading:
-            for optimizer in optimizers:
-                self.sharded.offloading.write_optimizer_state(optimizer)
+        optimizers, offloading = self._plain_optimizers, self.sharded.offloading
+        late = offloading.fresh_moments() if offloading else {}
+        trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names(), late)
+        if offloading:
+            offloading.take_steps(optimizers)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -587,9 +594,3 @@ class ZeroStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: the names are registered by `zero_strategy.autoload`."""
-
-
-def _unwrap(optimizer: Any) -> Optimizer:
-    """The optimizer inside Lightning's wrapper."""
-    inner = vars(optimizer).get("_optimizer")
-    return optimizer if inner is None else inner

@@ -1,16 +1,16 @@
 """One file from a checkpoint directory, for programs that know nothing of sharding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from zero_strategy.checkpoint import storage
+from zero_strategy.checkpoint.safetensors_file import write_safetensors
 
 
 def load_state_dict(path: str | Path) -> dict[str, Tensor]:
@@ -39,7 +39,8 @@ def export(path: str | Path, out: str | Path) -> None:
             `*.safetensors` for the weights alone. Its folder is made if absent; an existing file
             is replaced once the new one is complete.
     Raises: ValueError: another ending, no complete checkpoint, or `out` cannot be written.
-    Cost: no collective; host memory of everything that is written.
+    Cost: no collective; host memory of the largest tensor for `.safetensors`, of everything that
+        is written for `.ckpt`.
     """
     path, out = Path(path), Path(out)
     if out.suffix not in (".ckpt", ".safetensors"):
@@ -53,11 +54,31 @@ def export(path: str | Path, out: str | Path) -> None:
             f"one. Use {path.with_name(f'{path.stem}-exported{out.suffix}')}."
         )
     if out.suffix == ".safetensors":
-        weights = {n: t for n, t in load_state_dict(path).items() if isinstance(t, Tensor)}
-        _write(out, lambda file: save_file(weights, file))
+        weights = _weights(path)
+        _write(out, lambda file: write_safetensors(file, weights))
     else:
         checkpoint = _lightning_checkpoint(path)
         _write(out, lambda file: torch.save(checkpoint, file))
+
+
+def _weights(path: Path) -> dict[str, tuple[Sequence[int], torch.dtype, Callable[[], Tensor]]]:
+    """What `load_state_dict` returns, each tensor to be read when its turn comes."""
+    extra: dict[str, Any] = storage.load_meta(path)["model_extra_state"]
+    found: dict[str, tuple[Sequence[int], torch.dtype, Callable[[], Tensor]]] = {
+        name: (value.shape, value.dtype, partial(_given, value))
+        for name, value in extra.items()
+        if isinstance(value, Tensor)
+    }
+    there = storage.contents(path)
+    for name, entry in there.tensors.items():
+        if name.startswith("model."):
+            read = partial(storage.read, path, there, name)
+            found[name.removeprefix("model.")] = (entry.shape, entry.dtype, read)
+    return found
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return tensor.cpu()
 
 
 def _write(out: Path, write: Callable[[Path], None]) -> None:
@@ -67,14 +88,11 @@ def _write(out: Path, write: Callable[[Path], None]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         beside.touch()
         try:
-            mode = beside.stat().st_mode
             write(beside)
-            # safetensors leaves a file for its owner alone, whatever the umask says.
-            beside.chmod(mode)
             beside.replace(out)
         finally:
             beside.unlink(missing_ok=True)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(
             f"out = '{out}': cannot be written ({error}). Use a folder with room that you may "
             "write to."
@@ -83,13 +101,9 @@ def _write(out: Path, write: Callable[[Path], None]) -> None:
 
 def read_all(path: Path, prefix: str) -> dict[str, Tensor]:
     """Whole tensors whose canonical name starts with the prefix, read in this process alone."""
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in storage.stored(path).items()
-        if name.startswith(prefix)
-    }
-    storage.load(path, tensors, alone=True)
-    return tensors
+    there = storage.contents(path)
+    names = [name for name in there.tensors if name.startswith(prefix)]
+    return {name: storage.read(path, there, name) for name in names}
 
 
 def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Turn a checkpoint's metadata into plain data that loads without running code.
 
 Metadata is everything beside tensors of the model and optimizer: loop progress, schedulers,
-callbacks, hyper-parameters. It is stored so that `torch.load(weights_only=True)` reads it.
+callbacks, hyper-parameters. It is stored as JSON (`codec.py`).
 """
 
 import dataclasses

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import storage
+from zero_strategy.checkpoint.late import Late, entries
 from zero_strategy.gradient import local
 
 _EXTRA_STATE = "_extra_state"
@@ -61,9 +62,7 @@ def _nearest(name: str, candidates: list[str]) -> str:
     return f" (nearest there: {near[0]})" if near else ""
 
 
-def load_model(
-    path: Path, module: nn.Module, *, strict: bool, masters: Mapping[str, Tensor]
-) -> None:
+def load_model(path: Path, module: nn.Module, *, strict: bool, masters: Mapping[str, Late]) -> None:
     """Fill a sharded module, or the masters of its weights, from a directory. Collective."""
     here = {**model_state(module)[0], **masters}
     there = {n.removeprefix("model.") for n in storage.stored(path) if n.startswith("model.")}
@@ -72,7 +71,7 @@ def load_model(
 
 
 def load_model_from_full(
-    full: Mapping[str, Any], module: nn.Module, *, strict: bool, masters: Mapping[str, Tensor]
+    full: Mapping[str, Any], module: nn.Module, *, strict: bool, masters: Mapping[str, Late]
 ) -> None:
     """Fill the same from whole tensors that every rank can read. No collective."""
     here = {**model_state(module)[0], **masters}
@@ -81,11 +80,16 @@ def load_model_from_full(
         copy_whole(here[name], tensors[name], f"model.{name}")
 
 
-def copy_whole(target: Tensor, whole: Tensor, name: str) -> None:
+def copy_whole(target: Tensor | Late, whole: Tensor, name: str) -> None:
     """Fill a tensor, sharded or not, from a whole one that this rank holds. No collective.
 
     Raises: ValueError: the shapes differ.
     """
+    if isinstance(target, Late):
+        made = target.read()
+        copy_whole(made, whole, name)
+        target.write(made)
+        return
     if target.shape != whole.shape:
         raise ValueError(
             f"{name}: stored as {tuple(whole.shape)}, must be {tuple(target.shape)}. Load a "
@@ -118,22 +122,33 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     return {"state": state, "param_groups": groups}
 
 
-def split_optimizer_state(index: int, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict]:
+def split_optimizer_state(
+    index: int, state: Mapping[str, Any]
+) -> tuple[dict[str, Tensor | Late], dict]:
     """Split what `optimizer_state` gave into named tensors and metadata."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Late] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, slots in state["state"].items():
         scalars[name] = {}
-        for slot, value in slots.items():
-            if isinstance(value, Tensor) and value.ndim > 0:
+        for slot, value in entries(slots).items():
+            if isinstance(value, Late) or (isinstance(value, Tensor) and value.ndim > 0):
                 tensors[f"optim.{index}.{name}.{slot}"] = value
             else:
                 scalars[name][slot] = value
     return tensors, {"param_groups": state["param_groups"], "scalars": scalars}
 
 
+LateSlots = Mapping[str, Mapping[str, Late]]
+"""Parameter -> slot -> what takes it in place of the optimizer."""
+
+
 def load_optimizer(
-    path: Path, index: int, meta: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+    path: Path,
+    index: int,
+    meta: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    late: LateSlots,
 ) -> None:
     """Fill an optimizer from a checkpoint directory. Collective.
 
@@ -143,18 +158,26 @@ def load_optimizer(
     _check_same_parameters(index, meta["scalars"], by_name)
     prefix = f"optim.{index}."
     state: dict[str, dict[str, Any]] = {n: dict(s) for n, s in meta["scalars"].items()}
-    wanted: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor | Late] = {}
     for key, entry in storage.stored(path).items():
-        if key.startswith(prefix):
-            name, slot = key.removeprefix(prefix).rsplit(".", 1)
-            wanted[key] = _slot_like(by_name[name], tuple(entry.size), entry.properties.dtype)
-            state[name][slot] = wanted[key]
+        if not key.startswith(prefix):
+            continue
+        name, slot = key.removeprefix(prefix).rsplit(".", 1)
+        taker = late.get(name, {}).get(slot)
+        if taker is None:
+            taker = _slot_like(by_name[name], tuple(entry.size), entry.properties.dtype)
+            state[name][slot] = taker
+        wanted[key] = taker
     storage.load(path, wanted)
     _set_state(optimizer, state, meta["param_groups"], names)
 
 
 def load_optimizer_from_full(
-    index: int, full: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+    index: int,
+    full: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    late: LateSlots,
 ) -> None:
     """Fill an optimizer from a plain state dict with whole tensors. No collective.
 
@@ -174,9 +197,13 @@ def load_optimizer_from_full(
         name = rename[key]
         state[name] = {}
         for slot, value in slots.items():
+            path = f"optim.{index}.{name}.{slot}"
+            if (taker := late.get(name, {}).get(slot)) is not None:
+                copy_whole(taker, value, path)
+                continue
             if isinstance(value, Tensor) and value.ndim > 0:
                 target = _slot_like(by_name[name], tuple(value.shape), value.dtype)
-                copy_whole(target, value, f"optim.{index}.{name}.{slot}")
+                copy_whole(target, value, path)
                 value = target
             state[name][slot] = value
     groups = [

@@ -1,11 +1,11 @@
-"""The seam to the disk: a checkpoint is a directory of sharded tensors and one metadata file.
+"""The seam to the disk: a checkpoint is a directory of sharded tensors and one manifest.
 
     step-100.ckpt/
-      .metadata, __0_0.distcp, ...   torch.distributed.checkpoint: tensors by canonical name
-      meta.pt                        everything else, plain data, read with weights_only=True
+      tensors-0.safetensors, ...   the shards of each rank, tensors by canonical name
+      manifest.json                where each is, checksums of all bytes, everything else as JSON
 
-A save writes beside its target and renames, so the target is never half written and an
-existing checkpoint of the same name stays whole until the new one is complete.
+A save writes beside its target and changes places with it, so the target is never half written,
+and an existing checkpoint of the same name stays whole until the new one is complete.
 """
 
 import difflib
@@ -16,30 +16,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-META_FILE = "meta.pt"
+from zero_strategy.checkpoint import codec, files, manifest
+from zero_strategy.checkpoint.late import Late, LateLoadPlanner, LateSavePlanner, stand_in
+from zero_strategy.checkpoint.shards import ShardReader, ShardWriter, read_tensor, stored_tensors
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is a complete checkpoint of ours."""
-    return (path / META_FILE).is_file()
+    return (path / manifest.NAME).is_file()
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+def save(path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, Any]) -> None:
     """Write a checkpoint directory; every rank calls it with the same path and names.
 
     Args:
         path: the directory; replaced as a whole if it exists.
-        tensors: canonical name -> DTensor, or a tensor equal on all ranks.
+        tensors: canonical name -> DTensor, or a tensor equal on all ranks; late or not.
         meta: plain data, rank 0's is written.
     Raises: ValueError: the path is a directory that is no checkpoint.
-    Cost: collective; each rank writes its shards.
+    Cost: collective; each rank writes its shards. Host memory of one of them at a time.
     """
     beside = path.with_name(f".{path.name}.inprogress")
 
@@ -52,14 +53,28 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> 
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
 
-    def commit() -> None:
-        # The file that makes a directory a checkpoint comes last.
-        torch.save(dict(meta), beside / META_FILE)
-        _swap(beside, path)
-
     _on_first_rank(begin)
-    dcp.save(dict(tensors), checkpoint_id=beside)
-    _on_first_rank(commit)
+    described, in_meta = codec.encode(dict(meta))
+    if _is_first_rank():
+        tensors = {**tensors, **in_meta}
+    stand_ins = {name: stand_in(tensor) for name, tensor in tensors.items()}
+    writer = ShardWriter(beside, described, commit=lambda: _swap(beside, path))
+    try:
+        dcp.save(stand_ins, storage_writer=writer, planner=LateSavePlanner(tensors))
+    except CheckpointException as error:
+        # Its own text lists a traceback per rank.
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(
+            f"{path}: rank {rank} could not write the checkpoint ({_brief(cause)}). What was there "
+            "before is whole."
+        ) from error
+    finally:
+        if _is_first_rank():
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:
@@ -84,14 +99,18 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 
 
 def _swap(beside: Path, path: Path) -> None:
-    old = set_aside(path)
-    shutil.rmtree(old, ignore_errors=True)
+    """Give a complete checkpoint its name. What had the name is then under the other, or gone."""
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.is_dir():
+    if not path.is_dir():
+        beside.rename(path)
+    elif not files.exchange(beside, path):
+        old = set_aside(path)
+        shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
-    beside.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+        beside.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    files.sync_folder(path.parent)
 
 
 def set_aside(path: Path) -> Path:
@@ -117,11 +136,12 @@ def load_meta(path: Path) -> dict[str, Any]:
     if not dist.is_initialized():
         recover(path)
     if not is_checkpoint(path):
-        raise ValueError(_why_not_a_checkpoint(path))
-    with _damage_named(path):
-        meta = torch.load(path / META_FILE, map_location="cpu", weights_only=True)
+        raise ValueError(why_not_a_checkpoint(path))
+    with damage_named(path):
+        there = manifest.Manifest.read(path)
+        meta = codec.decode(there.meta, lambda name: read_tensor(path, there, name))
     if not isinstance(meta, dict):
-        raise ValueError(_why_not_a_checkpoint(path))
+        raise ValueError(why_not_a_checkpoint(path))
     return meta
 
 
@@ -138,7 +158,8 @@ def check_exists(path: Path) -> None:
     raise ValueError(f"{path}: does not exist, must be a checkpoint. {advice}")
 
 
-def _why_not_a_checkpoint(path: Path) -> str:
+def why_not_a_checkpoint(path: Path) -> str:
+    """Return an error's text for a path that is no checkpoint."""
     check_exists(path)
     if path.is_file():
         return (
@@ -146,13 +167,13 @@ def _why_not_a_checkpoint(path: Path) -> str:
             'Lightning file by torch.load(path, weights_only=True)["state_dict"].'
         )
     return (
-        f"{path}: must be a checkpoint directory with {META_FILE}. The save did not complete, "
+        f"{path}: must be a checkpoint directory with {manifest.NAME}. The save did not complete, "
         "or this is another program's directory. Choose an earlier checkpoint."
     )
 
 
 @contextmanager
-def _damage_named(path: Path) -> Generator[None, None, None]:
+def damage_named(path: Path) -> Generator[None, None, None]:
     """Name the checkpoint in whatever error reading a spoilt file ends with."""
     try:
         yield
@@ -161,11 +182,15 @@ def _damage_named(path: Path) -> Generator[None, None, None]:
 
 
 def _damage(path: Path, cause: BaseException) -> str:
-    lines = str(cause).splitlines() or [""]
     return (
-        f"{path}: cannot be read ({type(cause).__name__}: {lines[0]}), must be whole and as it was "
-        "written. Choose an earlier checkpoint."
+        f"{path}: cannot be read ({_brief(cause)}), must be whole and as it was written. Choose an "
+        "earlier checkpoint."
     )
+
+
+def _brief(cause: BaseException) -> str:
+    lines = str(cause).splitlines() or [""]
+    return f"{type(cause).__name__}: {lines[0]}"
 
 
 def stored(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -173,25 +198,42 @@ def stored(path: Path) -> dict[str, TensorStorageMetadata]:
 
     Raises: ValueError: the directory is damaged.
     """
-    with _damage_named(path):
-        metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
-        entries = metadata.state_dict_metadata
-    return {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    return dict(stored_tensors(contents(path)))
 
 
-def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
+def contents(path: Path) -> manifest.Manifest:
+    """Return what a checkpoint directory says of itself.
+
+    Raises: ValueError: the directory is damaged.
+    """
+    with damage_named(path):
+        return manifest.Manifest.read(path)
+
+
+def read(path: Path, there: manifest.Manifest, name: str) -> Tensor:
+    """Read one whole tensor in this process alone.
+
+    Raises: ValueError: the directory is damaged.
+    """
+    with damage_named(path):
+        return read_tensor(path, there, name)
+
+
+def load(path: Path, tensors: Mapping[str, Tensor | Late], *, alone: bool = False) -> None:
     """Fill tensors in place from a checkpoint directory, whatever ranks wrote it.
 
     Args:
         path: the directory.
-        tensors: canonical name -> destination.
+        tensors: canonical name -> destination, late or not.
         alone: read in this process only, also inside a process group.
     Raises: ValueError: a name is missing, its shape or dtype differs, or a file is damaged.
     Cost: collective unless `alone`; each rank reads what its shards need.
     """
-    there = stored(path)
+    whole = contents(path)
+    there = stored_tensors(whole)
+    stand_ins = {name: stand_in(tensor) for name, tensor in tensors.items()}
     problems = [f"{n}: not in {path}" for n in tensors if n not in there]
-    for name, tensor in tensors.items():
+    for name, tensor in stand_ins.items():
         entry = there.get(name)
         if entry is None:
             continue
@@ -207,7 +249,9 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> N
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*torch.distributed is disabled")
-            dcp.load(dict(tensors), checkpoint_id=path, no_dist=alone)
+            planner = LateLoadPlanner(tensors)
+            reader = ShardReader(path, whole)
+            dcp.load(stand_ins, storage_reader=reader, planner=planner, no_dist=alone)
     except CheckpointException as error:
         # Its own text lists a traceback per rank.
         cause, _ = next(iter(error.failures.values()))

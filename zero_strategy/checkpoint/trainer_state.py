@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import state, storage
-from zero_strategy.checkpoint.export import read_all
+from zero_strategy.checkpoint.late import Late, entries
 from zero_strategy.checkpoint.plain import OMEGACONF_CLASSES, container_paths, plain
 
 _TENSORS = ("state_dict", "optimizer_states", "sharded_state")
@@ -33,10 +33,12 @@ class Stored(Mapping[str, Tensor]):
     def __init__(self, path: Path, prefix: str) -> None:
         self.path = path
         self.prefix = prefix
-        self._names = [n.removeprefix(prefix) for n in storage.stored(path) if n.startswith(prefix)]
+        self._there = storage.contents(path)
+        names = self._there.tensors
+        self._names = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
 
     def __getitem__(self, name: str) -> Tensor:
-        return read_all(self.path, self.prefix + name)[self.prefix + name]
+        return storage.read(self.path, self._there, self.prefix + name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -60,7 +62,7 @@ def write(path: Path, checkpoint: Mapping[str, Any]) -> None:
     # Hyper-parameters are stored as plain data; an export rebuilds what was OmegaConf's.
     meta.pop("hparams_type", None)
     meta["omegaconf_at"] = container_paths(meta)
-    weights = checkpoint["state_dict"]
+    weights = entries(checkpoint["state_dict"])
     extra_state = {n: v for n, v in weights.items() if state.is_extra_state(n)}
     tensors = {f"model.{n}": t for n, t in weights.items() if n not in extra_state}
     meta["model_extra_state"] = extra_state
@@ -118,7 +120,7 @@ def load_module(
     module: nn.Module,
     *,
     strict: bool,
-    masters: Mapping[str, Tensor],
+    masters: Mapping[str, Late],
 ) -> None:
     """Fill a sharded module. Collective.
 
@@ -144,9 +146,16 @@ def load_optimizers(
     optimizers: Sequence[Optimizer],
     module: nn.Module,
     names: Mapping[int, str],
+    late: state.LateSlots,
 ) -> None:
     """Fill the optimizers of a sharded module. Collective.
 
+    Args:
+        checkpoint: what `read` gave.
+        optimizers: as `configure_optimizers` made them.
+        module: the sharded module.
+        names: id(parameter) -> qualified name.
+        late: what takes slots in place of the optimizers.
     Raises: ValueError: another number of optimizers, or other parameters.
     """
     stored = checkpoint["optimizer_states"]
@@ -161,6 +170,6 @@ def load_optimizers(
         if all(isinstance(n, str) for g in meta["param_groups"] for n in g["params"]):
             state.add_missing_groups(optimizer, meta["param_groups"], parameters, names)
         if isinstance(weights, Stored):
-            state.load_optimizer(weights.path, index, meta, optimizer, names)
+            state.load_optimizer(weights.path, index, meta, optimizer, names, late)
         else:
-            state.load_optimizer_from_full(index, meta, optimizer, names)
+            state.load_optimizer_from_full(index, meta, optimizer, names, late)

@@ -15,7 +15,6 @@ from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.link import CudaLink, Link, link_for
 from zero_strategy.offload.tiers import TieredState
 from zero_strategy.planning.job import NUM_WIRES, STREAM_SLOTS, num_spare_slots
-from zero_strategy.planning.tiers import STATE_BYTES
 
 
 def make_engine(
@@ -53,7 +52,7 @@ def _make_lanes(
     chunks, length = state.layout.chunks, state.layout.slot_length
     on_gpu = isinstance(link, CudaLink)
     if on_gpu and config.lanes != "cpu":
-        state.pin(state.layout.within(STATE_BYTES, config.pin_budget_gib))
+        state.pin(state.layout.within(state.parameter_bytes, config.pin_budget_gib))
     lanes: list[Lane] = []
     if config.lanes != "stream" or len(state.pinned) < len(chunks):
         threads = config.threads or _default_threads()
@@ -62,7 +61,14 @@ def _make_lanes(
         # One chunk that waits is the CPU's: it is as fast and costs the GPU nothing.
         leaves = len(lanes)
         lanes.append(
-            StreamLane(link, length, grad_dtype=grad_dtype, num_slots=STREAM_SLOTS, leaves=leaves)
+            StreamLane(
+                link,
+                length,
+                grad_dtype=grad_dtype,
+                moments=state.moments,
+                num_slots=STREAM_SLOTS,
+                leaves=leaves,
+            )
         )
     return lanes
 

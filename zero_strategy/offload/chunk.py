@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,8 +131,7 @@ class Agenda:
         while self.arriving and self.arriving[0].is_arrived:
             chunk = self.arriving.popleft()
             heapq.heappush(self.arrived, (chunk.index, chunk))
-        num_ready = len(self.urgent) + len(self.arrived) + len(self.idle)
-        if lane.leaves and num_ready <= lane.leaves:
+        if lane.leaves and not self._has_more_than(lane.leaves):
             return None
         for heap in (self.urgent, self.arrived):
             if (chunk := _pop_first(heap, lane)) is not None:
@@ -141,6 +141,16 @@ class Agenda:
                 noted.remove(chunk)
                 return chunk
         return None
+
+    def _has_more_than(self, count: int) -> bool:
+        """Whether so many chunks could be taken at once; one may be noted more than once."""
+        ready = (chunk for heap in (self.urgent, self.arrived) for _, chunk in heap)
+        seen: set[int] = set()
+        for chunk in itertools.chain(ready, self.idle):
+            seen.add(chunk.index)
+            if len(seen) > count:
+                return True
+        return False
 
     def clear(self) -> None:
         """Forget what was noted, where nothing is left to do."""

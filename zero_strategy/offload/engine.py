@@ -38,6 +38,7 @@ from zero_strategy.offload.chunk import (
     segments_of,
     targets_of,
 )
+from zero_strategy.offload.figures import EngineFigures, Meter
 from zero_strategy.offload.host import SlotPool
 from zero_strategy.offload.lanes import Ended, Lane, Stepped
 from zero_strategy.offload.link import Copied, Link, Several
@@ -85,6 +86,7 @@ class OffloadEngine:
         """Parameter -> optimizer steps it has taken."""
         self.num_redone = 0
         """Previews that were repeated with another scale."""
+        self._meter = Meter()
         self._lanes = tuple(lanes)
         self._agenda = Agenda()
         self._link = link
@@ -192,7 +194,8 @@ class OffloadEngine:
                     if chunk.filling is not None:
                         self._queue(chunk)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._slots.num_free or self._failure)
+                with self._meter.slot_wait():
+                    self._changed.wait_for(lambda: self._slots.num_free or self._failure)
                 self._starved = False
             self._raise_failure()
             return self._slots.take()
@@ -203,6 +206,7 @@ class OffloadEngine:
         gradient.segments = segments_of(chunk.layout, gradient)
         with self._changed:
             chunk.arriving = gradient
+            self._meter.arrived(chunk, gradient)
             self._queue(chunk)
             self._changed.notify_all()
 
@@ -325,9 +329,9 @@ class OffloadEngine:
         for chunk in self._chunks:
             assert chunk.pending is None, "flushed before the state is written to"
             targets = tuple(t for _, t in chunk.targets)
-            chunk.wired, chunk.stored = self._lanes[0].run(
-                chunk.state, None, None, targets, chunk.stored
-            )
+            ended = self._lanes[0].run(chunk.state, None, None, targets, chunk.stored)
+            self._meter.passed(self._lanes[0], Pass(chunk, send=True), ended)
+            chunk.wired, chunk.stored = ended.sent, ended.stored
         for chunk in self._chunks:
             chunk.wired.wait()
             chunk.stored.wait()
@@ -374,6 +378,12 @@ class OffloadEngine:
         self._workers.clear()
         self._agenda.clear()
 
+    def take_figures(self) -> EngineFigures:
+        """Return what was done since the last call. No host sync, and no wait for a pass."""
+        with self._changed:
+            host = self.state.host
+            return self._meter.take(host.parameter_bytes * sum(host.layout.sizes.values()))
+
     # The worker.
 
     def _queue(self, chunk: Chunk) -> None:
@@ -398,6 +408,7 @@ class OffloadEngine:
         """Choose a pass. Under the lock."""
         while (chunk := self._agenda.pop(lane)) is not None:
             if not chunk.busy and (chosen := self._choose(chunk)):
+                self._meter.chose(chunk, self._agenda)
                 return chosen
         return None
 
@@ -445,6 +456,7 @@ class OffloadEngine:
                     chosen.chunk.stored,
                 )
                 with self._changed:
+                    self._meter.passed(lane, chosen, ended)
                     self._finish(chosen, preview, ended)
                     self._changed.notify_all()
         except BaseException as failure:  # noqa: BLE001 - raised where the training thread looks

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,15 @@ PAGE_BYTES = 4096
 REGISTER_BYTES = 1 << 30
 """At most so much is registered per call; calls for different ranges run at the same time."""
 NUM_THREADS = 8
+
+MomentName = Literal["m", "v"]
+"""Adam's first and second moment."""
+MOMENTS: tuple[MomentName, ...] = ("m", "v")
+
+
+def moment_of(state: AdamState, moment: MomentName) -> Tensor:
+    """Return one of a state's moments."""
+    return state.m if moment == "m" else state.v
 
 
 class _Slab(mmap.mmap):
@@ -114,16 +123,19 @@ def buffers(count: int, length: int, dtype: torch.dtype, *, pinned: bool) -> lis
 
 @final
 class HostState:
-    """Weights and moments of all chunks in host memory, 12 bytes per parameter.
+    """Weights and moments of all chunks in host memory, 4 bytes and two moments per parameter.
 
     Args:
         layout: the chunks.
+        moments: their dtype, fp32 or bf16.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, moments: torch.dtype) -> None:
         self.layout = layout
+        self.moments = moments
+        """Dtype of the moments."""
         upper, lower = (Memory(layout.length, t) for t in (torch.bfloat16, torch.int16))
-        m, v = (Memory(layout.length, torch.float32) for _ in range(2))
+        m, v = (Memory(layout.length, moments) for _ in range(2))
         self._memories = (upper, lower, m, v)
         self._state = AdamState(upper=upper.values, lower=lower.values, m=m.values, v=v.values)
         self.pinned: frozenset[int] = frozenset()
@@ -134,6 +146,11 @@ class HostState:
                 self._places.setdefault(piece.name, []).append(
                     (chunk.begin + piece.offset, piece.start, piece.length)
                 )
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of a parameter's state."""
+        return sum(memory.values.itemsize for memory in self._memories)
 
     def pin(self, indices: Iterable[int]) -> None:
         """Register chunks that are copied to the accelerator and back."""
@@ -155,32 +172,32 @@ class HostState:
 
     def master(self, name: str) -> Tensor:
         """Return a copy of a parameter's weights, (n,), fp32."""
-        return self._gather(name, lambda part: join(part.upper, part.lower))
+        return self._gather(name, torch.float32, lambda part: join(part.upper, part.lower))
 
     def upper(self, name: str) -> Tensor:
         """Return a copy of a parameter's weights as the accelerator has them, (n,), bf16."""
-        return self._gather(name, lambda part: part.upper)
+        return self._gather(name, torch.bfloat16, lambda part: part.upper)
 
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return copies of a parameter's moments, each (n,), fp32."""
-        return self._gather(name, lambda part: part.m), self._gather(name, lambda part: part.v)
+    def moment(self, name: str, moment: MomentName) -> Tensor:
+        """Return a copy of one of a parameter's moments, (n,), fp32."""
+        return self._gather(name, torch.float32, lambda part: moment_of(part, moment))
 
-    def write_moments(self, name: str, m: Tensor, v: Tensor) -> None:
-        """Take a parameter's moments, each (n,), fp32."""
+    def write_moment(self, name: str, moment: MomentName, values: Tensor) -> None:
+        """Take one of a parameter's moments, (n,), fp32."""
         for begin, start, length in self._places.get(name, ()):
             part = self._state.narrow(begin, length)
-            part.m.copy_(m.narrow(0, start, length))
-            part.v.copy_(v.narrow(0, start, length))
+            moment_of(part, moment).copy_(values.narrow(0, start, length))
 
     def clear_moments(self) -> None:
         """Set all moments to zero."""
         self._state.m.zero_()
         self._state.v.zero_()
 
-    def _gather(self, name: str, read: Callable[[AdamState], Tensor]) -> Tensor:
-        places = self._places.get(name, ())
-        parts = [read(self._state.narrow(begin, length)) for begin, _, length in places]
-        return torch.cat(parts) if parts else torch.empty(0)
+    def _gather(self, name: str, dtype: torch.dtype, read: Callable[[AdamState], Tensor]) -> Tensor:
+        gathered = torch.empty(self.layout.sizes[name], dtype=dtype)
+        for begin, start, length in self._places.get(name, ()):
+            gathered.narrow(0, start, length).copy_(read(self._state.narrow(begin, length)))
+        return gathered
 
 
 @final

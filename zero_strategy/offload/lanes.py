@@ -61,6 +61,10 @@ class Ended(NamedTuple):
     """The accelerator has the weights."""
     stored: Copied
     """The host has what was committed, and the gradients are no longer read."""
+    up_bytes: int = 0
+    """What it copies to the accelerator."""
+    down_bytes: int = 0
+    """What it copies to the host."""
 
 
 class Holder(Protocol):
@@ -72,6 +76,8 @@ class Holder(Protocol):
 class Lane(Protocol):
     """Runs passes over chunks, one after the other."""
 
+    name: str
+    """What its passes are counted under."""
     leaves: int
     """Takes a chunk only where more than so many wait, so that it helps but does not compete."""
 
@@ -114,6 +120,7 @@ class CpuLane(Lane):
     def __init__(
         self, link: Link, slot_length: int, *, num_wires: int, threads: int | None, pinned: bool
     ) -> None:
+        self.name = "cpu"
         self.leaves = 0
         self._link = link
         self._threads = threads
@@ -152,7 +159,7 @@ class CpuLane(Lane):
         copies = [(t.weights, wire.narrow(0, t.offset, t.weights.numel())) for t in targets]
         sent = self._link.push(copies)
         self._wires.append((wire, sent))
-        return Ended(sent, DONE)
+        return Ended(sent, DONE, up_bytes=sum(target.nbytes for target, _ in copies))
 
     def _commit(self, state: AdamState, commit: Stepped) -> None:
         commit_segments(state, commit, commit.grad, threads=self._threads)
@@ -173,6 +180,7 @@ class StreamLane(Lane):
             another lane sends wait for more than what was queued before.
         slot_length: elements of the longest chunk.
         grad_dtype: of gradients.
+        moments: dtype of the state's.
         num_slots: chunks that can be on the GPU at once.
         leaves: as in `Lane`.
     """
@@ -183,15 +191,17 @@ class StreamLane(Lane):
         slot_length: int,
         *,
         grad_dtype: torch.dtype,
+        moments: torch.dtype,
         num_slots: int,
         leaves: int,
     ) -> None:
+        self.name = "stream"
         self.leaves = leaves
         device = link.device
         self._up = link.up
         self._pass, self._down = (torch.cuda.Stream(device) for _ in range(2))
         self._slots = deque(
-            (_Slot.empty(device, slot_length, grad_dtype), DONE) for _ in range(num_slots)
+            (_Slot.empty(device, slot_length, grad_dtype, moments), DONE) for _ in range(num_slots)
         )
 
     def takes(self, chunk: Holder) -> bool:
@@ -212,6 +222,8 @@ class StreamLane(Lane):
         free.wait()
         n = state.length
         here = slot.state.narrow(0, n)
+        state_bytes = sum(part.nbytes for part in (here.upper, here.lower, here.m, here.v))
+        up_bytes = state_bytes
         with torch.cuda.stream(self._up):
             after.gate()
             for stepped, grad in ((commit, slot.committed), (preview, slot.previewed)):
@@ -219,6 +231,7 @@ class StreamLane(Lane):
                     for copied in stepped.copies:
                         copied.gate()
                     grad[:n].copy_(stepped.grad[:n], non_blocking=True)
+                    up_bytes += grad[:n].nbytes
             _copy_state(here, state)
             arrived = Event(self._up)
         with torch.cuda.stream(self._pass):
@@ -236,13 +249,13 @@ class StreamLane(Lane):
             passed = Event(self._pass)
         if commit is None:
             self._slots.append((slot, passed))
-            return Ended(passed, passed)
+            return Ended(passed, passed, up_bytes)
         with torch.cuda.stream(self._down):
             passed.gate()
             _copy_state(state, here)
             stored = Event(self._down)
         self._slots.append((slot, stored))
-        return Ended(passed, stored)
+        return Ended(passed, stored, up_bytes, state_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +268,17 @@ class _Slot:
     wire: Tensor
 
     @classmethod
-    def empty(cls, device: torch.device, length: int, grad_dtype: torch.dtype) -> _Slot:
+    def empty(
+        cls, device: torch.device, length: int, grad_dtype: torch.dtype, moments: torch.dtype
+    ) -> _Slot:
         def of(dtype: torch.dtype) -> Tensor:
             return torch.empty(length, dtype=dtype, device=device)
 
         state = AdamState(
             upper=of(torch.bfloat16),
             lower=of(torch.int16),
-            m=of(torch.float32),
-            v=of(torch.float32),
+            m=of(moments),
+            v=of(moments),
         )
         return cls(state, of(grad_dtype), of(grad_dtype), of(torch.bfloat16))
 

@@ -11,21 +11,23 @@ from torch import Tensor
 from zero_strategy.kernels import adam
 from zero_strategy.kernels.adam import AdamState
 from zero_strategy.offload.chunk import Hyper
+from zero_strategy.offload.host import MomentName, moment_of
 
 
 @final
 class ResidentState:
-    """Moments and the weights' lower halves on the device, 10 bytes per parameter.
+    """Moments and the weights' lower halves on the device, 2 bytes and two moments per parameter.
 
     A gradient waits there for the step's scale, so its step is a plain one, and it is stepped by
     the arithmetic of the other tiers, bit for bit.
 
     Args:
         weights: parameter -> flat view of this rank's shard, (n,), bf16: the upper halves.
+        moments: their dtype, fp32 or bf16.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._states = {name: _zeros(weight) for name, weight in weights.items()}
+    def __init__(self, weights: Mapping[str, Tensor], *, moments: torch.dtype) -> None:
+        self._states = {name: _zeros(weight, moments) for name, weight in weights.items()}
         self._held: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -70,15 +72,13 @@ class ResidentState:
         """Take a parameter's weights as the device has them for its master weights."""
         self._states[name].lower.zero_()
 
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return copies of a parameter's moments, each (n,), fp32, on the device."""
-        state = self._states[name]
-        return state.m.clone(), state.v.clone()
+    def moment(self, name: str, moment: MomentName) -> Tensor:
+        """Return a copy of one of a parameter's moments, (n,), fp32, on the device."""
+        return moment_of(self._states[name], moment).to(torch.float32, copy=True)
 
-    def write_moments(self, name: str, m: Tensor, v: Tensor) -> None:
-        """Take a parameter's moments, each (n,), fp32."""
-        self._states[name].m.copy_(m)
-        self._states[name].v.copy_(v)
+    def write_moment(self, name: str, moment: MomentName, values: Tensor) -> None:
+        """Take one of a parameter's moments, (n,), fp32."""
+        moment_of(self._states[name], moment).copy_(values)
 
     def clear_moments(self) -> None:
         """Set all moments to zero."""
@@ -87,7 +87,7 @@ class ResidentState:
             state.v.zero_()
 
 
-def _zeros(weights: Tensor) -> AdamState:
+def _zeros(weights: Tensor, moments: torch.dtype) -> AdamState:
     lower = torch.zeros_like(weights, dtype=torch.int16)
-    m, v = (torch.zeros_like(weights, dtype=torch.float32) for _ in range(2))
+    m, v = (torch.zeros_like(weights, dtype=moments) for _ in range(2))
     return AdamState(upper=weights, lower=lower, m=m, v=v)

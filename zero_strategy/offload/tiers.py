@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from zero_strategy.offload.host import HostState
+from zero_strategy.offload.host import MOMENTS, HostState, MomentName
 from zero_strategy.offload.resident import ResidentState
 
 
@@ -32,13 +32,17 @@ class TieredState:
         """Take a parameter's weights, (n,), fp32."""
         self._of(name).write_master(name, master)
 
+    def moment(self, name: str, moment: MomentName) -> Tensor:
+        """Return a copy of one of a parameter's moments, (n,), fp32, on its tier."""
+        return self._of(name).moment(name, moment)
+
+    def write_moment(self, name: str, moment: MomentName, values: Tensor) -> None:
+        """Take one of a parameter's moments, (n,), fp32."""
+        self._of(name).write_moment(name, moment, values)
+
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         """Return copies of a parameter's moments, each (n,), fp32, on its tier."""
-        return self._of(name).moments(name)
-
-    def write_moments(self, name: str, m: Tensor, v: Tensor) -> None:
-        """Take a parameter's moments, each (n,), fp32."""
-        self._of(name).write_moments(name, m, v)
+        return self.moment(name, "m"), self.moment(name, "v")
 
     def clear_moments(self) -> None:
         """Set all moments to zero."""
@@ -54,8 +58,8 @@ class TieredState:
         """
         for name in self.names:
             self.write_master(name, other.master(name))
-            if with_moments:
-                self.write_moments(name, *other.moments(name))
+            for moment in MOMENTS if with_moments else ():
+                self.write_moment(name, moment, other.moment(name, moment))
 
     def _of(self, name: str) -> HostState | ResidentState:
         return self.resident if name in self.resident else self.host

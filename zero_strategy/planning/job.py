@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_strategy.config import GradDtype, Lanes, ZeroStage, grad_itemsize
+from zero_strategy.config import GradDtype, Lanes, Moments, ZeroStage, grad_itemsize
 from zero_strategy.offload.layout import Layout
 from zero_strategy.planning.sizes import UnitSize
 
@@ -47,6 +47,8 @@ class Job:
     """Of gradients on their way to the host, as in `OffloadConfig`."""
     lanes: Lanes
     """What steps the state in host memory, as in `OffloadConfig`."""
+    moments: Moments
+    """Of offloaded parameters, as in `OffloadConfig`."""
     chunk_elements: int
     """As in `OffloadConfig`."""
     micro_batches: int = 1
@@ -70,6 +72,21 @@ class Job:
     def grad_itemsize(self) -> int:
         """Bytes of an offloaded parameter's gradient on its way to the host."""
         return grad_itemsize(self.grad_dtype, sums=self.sums)
+
+    @property
+    def moment_itemsize(self) -> int:
+        """Bytes of each of an offloaded parameter's two moments."""
+        return 2 if self.moments == "bf16" else 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Host bytes of an offloaded parameter: both halves of its weight, two moments."""
+        return 4 + 2 * self.moment_itemsize
+
+    @property
+    def resident_bytes(self) -> int:
+        """GPU bytes of a parameter that stays, beside the weight: lower half, two moments."""
+        return 2 + 2 * self.moment_itemsize
 
     @property
     def trained(self) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from zero_strategy.config import Placement
 from zero_strategy.planning.job import Job, host_units, shares
-from zero_strategy.planning.tiers import RESIDENT_BYTES, host_parts, total_bytes
+from zero_strategy.planning.tiers import host_parts, total_bytes
 from zero_strategy.telemetry import text
 
 _WEIGHT_BYTES = 2
@@ -80,7 +80,7 @@ def fitting_share(job: Job, share: float, room_bytes: int) -> float:
 
 
 def _resident_bytes(job: Job, num_params: int) -> int:
-    return (RESIDENT_BYTES + job.grad_itemsize) * num_params
+    return (job.resident_bytes + job.grad_itemsize) * num_params
 
 
 def _held(job: Job, share: float) -> int:

@@ -21,10 +21,11 @@ Pass = Literal["step", "deferred", "preview"]
 Mode = Literal["deferred", "late", "staged"]
 """As in the engine: how a gradient is met whose step's norm is not known yet."""
 
-# Bytes per parameter with bf16 gradients that a pass on the cores moves in host memory.
+# Bytes per parameter with bf16 gradients that a pass on the cores moves in host memory, and how
+# often either moment is among them.
 _CORE_BYTES: dict[Pass, int] = {"step": 26, "deferred": 30, "preview": 16}
 _GRADS_READ: dict[Pass, int] = {"step": 1, "deferred": 2, "preview": 1}
-_STATE_BYTES = 12
+_MOMENT_MOVES: dict[Pass, int] = {"step": 2, "deferred": 2, "preview": 1}
 _WEIGHT_BYTES = 2
 # The GPU's pass reads and writes 28 bytes; the norm reads the gradient, clipping changes it.
 _GPU_STEP_BYTES, _GPU_NORM_BYTES, _GPU_CLIP_BYTES = 28, 4, 8
@@ -116,6 +117,8 @@ def step_time(job: Job, machine: Machine, share: float | None) -> StepTime:
     overlap = min(1.0, max(down_s, up_s) / alone_s) if alone_s else 0.0
     compute_s = alone_s * (1 + machine.copy_slowdown * overlap)
     step_bytes = _GPU_STEP_BYTES + _GPU_NORM_BYTES + (_GPU_CLIP_BYTES if job.clips else 0)
+    if share is not None:  # both moments are read and written
+        step_bytes -= 4 * (4 - job.moment_itemsize)
     resident = job.trained - offloaded
     steps = _steps(job, compute_s, chosen)
     modes: tuple[Mode, ...] = ("deferred", "late", "staged")
@@ -192,8 +195,9 @@ def _lane_times(name: Pass, job: Job, machine: Machine) -> _LaneTimes:
     # What came before the pass; a preview that is repeated has its gradient.
     arrived = 0 if name == "preview" else job.grad_itemsize
     core_bytes = _CORE_BYTES[name] + grads - 2 * _GRADS_READ[name]
+    core_bytes -= 2 * _MOMENT_MOVES[name] * (4 - job.moment_itemsize)
     core_s = core_bytes / _CORE_BYTES[name] * ranks / rates[name]
-    up, down = _STATE_BYTES + grads, 0 if name == "preview" else _STATE_BYTES
+    up, down = job.state_bytes + grads, 0 if name == "preview" else job.state_bytes
     link_s = up / (machine.duplex_bytes_per_s if down else machine.up_bytes_per_s)
     stream_s = max(link_s, 1 / machine.streamed_params_per_s if down else 0.0)
     by_cores = {"cpu": 1.0, "stream": 0.0, "both": stream_s / (core_s + stream_s)}[job.lanes]

@@ -20,10 +20,6 @@ from zero_strategy.planning.job import (
 from zero_strategy.planning.sizes import ROOT
 from zero_strategy.telemetry import text
 
-STATE_BYTES = 12
-"""Host bytes of an offloaded parameter: both halves of its weight, two moments."""
-RESIDENT_BYTES = 10
-"""GPU bytes of a parameter's state where it stays, beside the weight: lower half, two moments."""
 _WEIGHT_BYTES, _SUM_BYTES = 2, 4
 
 Moment = Literal[
@@ -66,8 +62,8 @@ def host_parts(job: Job, share: float | None) -> tuple[Part, ...]:
     return (
         Part(
             "weights and moments",
-            STATE_BYTES * layout.length,
-            f"{STATE_BYTES} B x {text.count(layout.length)} offloaded parameters",
+            job.state_bytes * layout.length,
+            f"{job.state_bytes} B x {text.count(layout.length)} offloaded parameters",
         ),
         Part(
             "gradients",
@@ -133,14 +129,14 @@ def _split_state(job: Job, share: float) -> list[Part]:
         Part("frozen weights", job.stored_itemsize * frozen, _of_rank(job.stored_itemsize, frozen)),
         Part(
             "state that stays",
-            RESIDENT_BYTES * resident,
-            f"{RESIDENT_BYTES} B x {text.count(resident)} parameters: lower halves, moments",
+            job.resident_bytes * resident,
+            f"{job.resident_bytes} B x {text.count(resident)} parameters: lower halves, moments",
         ),
     ]
     if offloaded and job.lanes != "cpu":
         slot = host_layout(job, share).slot_length
         # The state, two gradients and the weights of a preview.
-        each = STATE_BYTES + 2 * job.grad_itemsize + _WEIGHT_BYTES
+        each = job.state_bytes + 2 * job.grad_itemsize + _WEIGHT_BYTES
         reason = f"{each} B x {STREAM_SLOTS} chunks of {text.count(slot)}"
         parts.append(Part("streamed state", each * STREAM_SLOTS * slot, reason))
     return parts

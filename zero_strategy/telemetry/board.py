@@ -1,10 +1,10 @@
-"""TensorBoard: four panels, and a custom-scalars layout that puts what belongs together."""
+"""TensorBoard: a few panels, and a custom-scalars layout that puts what belongs together."""
 
 from typing import Any, final
 
 from torch.utils.tensorboard import SummaryWriter
 
-from zero_strategy.telemetry.events import Done, Event, Save, Step, Validation
+from zero_strategy.telemetry.events import Done, Event, RunFacts, Save, Step, Validation
 
 # The phases as they pile up: each line is drawn at the sum of the phases up to it, so the space
 # between two lines is the time of the upper one. Numbers keep the order in the legend.
@@ -42,6 +42,21 @@ _LAYOUT: dict[str, dict[str, list[Any]]] = {
         "Blocked by a checkpoint (s)": ["Multiline", ["Health/save_blocking_s$"]],
     },
 }
+_TIERS: dict[str, list[Any]] = {
+    "Copies per link, mean over the step, and its ceiling (GB/s)": [
+        "Multiline",
+        ["Tiers/to_host_gb_per_s$", "Tiers/to_device_gb_per_s$", "Tiers/ceiling_gb_per_s$"],
+    ],
+    "Exposed: waits for weights, and for room for gradients (ms)": [
+        "Multiline",
+        ["Tiers/exposed_ms$", "Tiers/slot_wait_ms$"],
+    ],
+    "Exposed, share of step": ["Multiline", ["Tiers/exposed_share$"]],
+    "Most chunks waiting for a pass": ["Multiline", ["Tiers/waiting_chunks$"]],
+    "Chunks redone per step": ["Multiline", ["Tiers/redone_chunks$"]],
+    "Passes per step, by lane": ["Multiline", ["Tiers/(cpu|stream)_passes$"]],
+    "State in host memory, share": ["Multiline", ["Tiers/host_share$"]],
+}
 
 
 @final
@@ -50,17 +65,21 @@ class Board:
 
     Args:
         writer: the Trainer's own where it has one, so that a run is one run there too.
+        facts: what is known at the start. The panel "Tiers" is laid out under offload alone.
     """
 
-    def __init__(self, writer: SummaryWriter) -> None:
+    def __init__(self, writer: SummaryWriter, facts: RunFacts) -> None:
         self._writer = writer
-        writer.add_custom_scalars(_LAYOUT)
+        self._link_bytes_per_s = facts.link_bytes_per_s
+        writer.add_custom_scalars(_LAYOUT | ({"Tiers": _TIERS} if facts.offload else {}))
 
     def write(self, event: Event) -> None:
         """Write the scalars of an event; figures that are absent leave a gap."""
         match event:
             case Step():
                 self._scalars(_step_scalars(event), event.step)
+                if event.host_share is not None:
+                    self._scalars(_tier_scalars(event, self._link_bytes_per_s), event.step)
                 if event.tokens is not None and event.loss is not None:
                     self._writer.add_scalar("Learning/loss_by_tokens", event.loss, event.tokens)
             case Validation():
@@ -100,6 +119,25 @@ def _step_scalars(step: Step) -> dict[str, float | None]:
         "Memory/planned_gib": None if planned is None else planned / 2**30,
         "Health/rank_skew_ms": step.rank_skew_ms,
         "Health/skipped_steps": step.skipped_steps,
+    }
+
+
+def _tier_scalars(step: Step, link_bytes_per_s: float | None) -> dict[str, float | None]:
+    def gb_per_s(num_bytes: float | None) -> float | None:
+        return num_bytes / step.step_ms / 1e6 if num_bytes is not None and step.step_ms else None
+
+    return {
+        "Tiers/to_host_gb_per_s": gb_per_s(step.offload_down_bytes),
+        "Tiers/to_device_gb_per_s": gb_per_s(step.offload_up_bytes),
+        "Tiers/ceiling_gb_per_s": None if link_bytes_per_s is None else link_bytes_per_s / 1e9,
+        "Tiers/exposed_ms": step.offload_exposed_ms,
+        "Tiers/exposed_share": step.offload_exposed_share,
+        "Tiers/slot_wait_ms": step.offload_slot_wait_ms,
+        "Tiers/waiting_chunks": step.offload_waiting,
+        "Tiers/redone_chunks": step.offload_redone,
+        "Tiers/cpu_passes": step.offload_cpu_passes,
+        "Tiers/stream_passes": step.offload_stream_passes,
+        "Tiers/host_share": step.host_share,
     }
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.planning.estimate import MemoryPlan
 
 
@@ -24,6 +25,10 @@ class RunFacts:
     """Optimizer steps at which training ends, where known."""
     plan: MemoryPlan | None
     checks: dict[str, str]
+    offload: OffloadFigures | None = None
+    """Where optimizer state lies at the start; None without offload."""
+    link_bytes_per_s: float | None = None
+    """Highest rate of copies one way between host and device, where known."""
 
     @property
     def rank_word(self) -> str:
@@ -68,6 +73,28 @@ class Step:
     skipped_steps: int | None
     """Steps dropped for an overflow of the scaled gradients, over all starts."""
     eta_s: float | None
+    host_share: float | None = None
+    """Of the trained parameters, whose optimizer state lies in host memory, 0 to 1. This and all
+    that follow are None without offload; what is counted is per step and rank."""
+    host_state_bytes: int | None = None
+    """State there, on the fullest rank."""
+    offload_exposed_ms: float | None = None
+    """Time that forwards waited for weights; a part of `forward_ms`."""
+    offload_slot_wait_ms: float | None = None
+    """Time that backwards waited for room for gradients in host memory; a part of
+    `backward_ms`."""
+    offload_down_bytes: float | None = None
+    """Copied to the host."""
+    offload_up_bytes: float | None = None
+    """Copied to the device."""
+    offload_waiting: int | None = None
+    """Most chunks that waited for a pass at one time, on any rank."""
+    offload_redone: float | None = None
+    """Chunks whose weights were sent again, since the step was clipped."""
+    offload_cpu_passes: float | None = None
+    """Passes over chunks by the host's cores."""
+    offload_stream_passes: float | None = None
+    """Passes over chunks by the device."""
 
     @property
     def exposed_share(self) -> float | None:
@@ -75,6 +102,13 @@ class Step:
         if self.exposed_comm_ms is None or not self.step_ms:
             return None
         return self.exposed_comm_ms / self.step_ms
+
+    @property
+    def offload_exposed_share(self) -> float | None:
+        """Share of the step that waited for offloaded weights, 0 to 1."""
+        if self.offload_exposed_ms is None or not self.step_ms:
+            return None
+        return self.offload_exposed_ms / self.step_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

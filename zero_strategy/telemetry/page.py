@@ -68,7 +68,7 @@ svg .line {{ fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap
 <dl>{tiles}</dl>
 <h2>Learning</h2><section>{learning}</section>
 <h2>Speed</h2><section>{speed}</section>
-<h2>Memory</h2><section>{memory}</section>
+{tiers}<h2>Memory</h2><section>{memory}</section>
 <h2>Health</h2><section>{health}</section>
 </main>
 </body>

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from zero_strategy.offload.figures import OffloadFigures
+
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
@@ -22,6 +24,8 @@ class Probes:
     """Brings a row from every rank to all; a collective."""
     exposed_comm_ms: Callable[[], float | None]
     """Communication waited for since the last call."""
+    offload: Callable[[], OffloadFigures | None]
+    """What offload did since the last call; None without it, on all ranks alike."""
     grad_norm: Callable[[], float | None]
     skipped_steps: Callable[[], int | None]
     memory_bytes: Callable[[], int]

@@ -13,6 +13,10 @@ from torch import Tensor
 from zero_strategy.telemetry.clock import Phase, PhaseClock
 from zero_strategy.telemetry.events import Done, RunFacts, Save, Sink, Step, Validation
 from zero_strategy.telemetry.probes import Probes, Progress
+from zero_strategy.telemetry.tiers import offload_fields, offload_row
+
+_NUM_FIGURES = 9
+"""Of a rank's row without those of offload, which stand behind."""
 
 
 class Recorder:
@@ -176,7 +180,7 @@ class Recorder:
     def _log_step(self, epoch: int) -> None:
         row, exposed_measured = self._local_row()
         rows = self._probes.gather(row)
-        columns = list(zip(*rows, strict=True))
+        columns = list(zip(*(row[:_NUM_FIGURES] for row in rows), strict=True))
         has_loss, loss, tokens, data, forward, backward, exposed, optimizer, memory = columns
         busy_ms = [sum(times) - times[3] for times in zip(*columns[3:8], strict=True)]
         step_ms = _mean(data) + _mean(forward) + _mean(backward) + _mean(exposed) + _mean(optimizer)
@@ -204,6 +208,7 @@ class Recorder:
             rank_skew_ms=max(busy_ms) - min(busy_ms),
             skipped_steps=self._probes.skipped_steps(),
             eta_s=self._eta_s(),
+            **offload_fields([row[_NUM_FIGURES:] for row in rows]),
         )
         self._open_window()
         self._tell(record)
@@ -232,6 +237,7 @@ class Recorder:
             float(self._window_tokens),
             *(ms / self._window_steps for ms in phases_ms),
             float(self._probes.memory_bytes()),
+            *offload_row(self._probes.offload(), self._window_steps),
         ]
         return row, measured_ms is not None
 

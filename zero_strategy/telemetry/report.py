@@ -64,6 +64,7 @@ def write_report(folder: Path, *, facts: RunFacts | None = None, done: Done | No
         tiles="".join(_tiles(steps, validations, done, rank)),
         learning="".join(_learning(steps, validations)),
         speed="".join(_speed(steps, rank)),
+        tiers=_tiers(steps, facts),
         memory="".join(_memory(steps, facts)),
         health="".join(_health(steps, facts)),
     )
@@ -126,12 +127,7 @@ def _learning(steps: Columns, validations: Columns) -> list[str]:
 
 
 def _speed(steps: Columns, rank: str) -> list[str]:
-    shares = [
-        (step, exposed / total)
-        for (step, exposed), (_, total) in zip(
-            _points(steps, "exposed_comm_ms"), _points(steps, "step_ms"), strict=False
-        )
-    ]
+    shares = _quotients(steps, "exposed_comm_ms", "step_ms")
     exposed = Series(name="share of the step", colour="rose", points=shares)
     return [
         _stack("Where a step's time goes", _phase_layers(steps)),
@@ -144,6 +140,66 @@ def _speed(steps: Columns, rank: str) -> list[str]:
         _lines("MFU", [_series("MFU", "teal", steps, "mfu")], text.percent, zero=True),
         _lines("Exposed communication", [exposed], text.percent, zero=True),
     ]
+
+
+def _tiers(steps: Columns, facts: RunFacts | None) -> str:
+    """The section on offload; nothing where there was none."""
+    shares = _points(steps, "host_share")
+    if not shares:
+        return ""
+
+    def rate(name: str, colour: str, field: str) -> Series:
+        points = [(x, y * 1e3) for x, y in _quotients(steps, field, "step_ms")]
+        return Series(name=name, colour=colour, points=points)
+
+    ceiling = facts.link_bytes_per_s if facts else None
+    measured = [] if ceiling is None else [(x, ceiling) for x, _ in shares]
+    figures = [
+        _lines(
+            "Copies per link, mean over the step",
+            [
+                rate("to the host", "blue", "offload_down_bytes"),
+                rate("to the device", "teal", "offload_up_bytes"),
+                Series(name="ceiling of one way", colour="slate", points=measured, dashed=True),
+            ],
+            _bytes_per_s,
+            zero=True,
+        ),
+        _lines(
+            "Exposed per step",
+            [
+                _series("forward waits for weights", "rose", steps, "offload_exposed_ms"),
+                _series("backward waits for room", "amber", steps, "offload_slot_wait_ms"),
+            ],
+            _milliseconds,
+            zero=True,
+        ),
+        _lines(
+            "Chunks",
+            [
+                _series("waiting for a pass at most", "violet", steps, "offload_waiting"),
+                _series("redone per step", "rose", steps, "offload_redone"),
+            ],
+            _short,
+            zero=True,
+        ),
+        _lines(
+            "Passes per step",
+            [
+                _series("by the host's cores", "amber", steps, "offload_cpu_passes"),
+                _series("by the device", "blue", steps, "offload_stream_passes"),
+            ],
+            _short,
+            zero=True,
+        ),
+        _lines(
+            "State in host memory",
+            [Series(name="share of the trained parameters", colour="teal", points=shares)],
+            text.percent,
+            zero=True,
+        ),
+    ]
+    return f"<h2>Tiers</h2><section>{''.join(figures)}</section>\n"
 
 
 def _memory(steps: Columns, facts: RunFacts | None) -> list[str]:
@@ -224,6 +280,12 @@ def _points(columns: Columns, field: str) -> list[tuple[float, float]]:
     return [(x, y) for x, y in pairs if x is not None and y is not None and math.isfinite(y)]
 
 
+def _quotients(columns: Columns, field: str, per: str) -> list[tuple[float, float]]:
+    """Step and quotient of the rows that have both."""
+    below = dict(_points(columns, per))
+    return [(x, y / below[x]) for x, y in _points(columns, field) if below.get(x)]
+
+
 def _phase_layers(steps: Columns) -> list[Series]:
     """A layer for each phase that was measured; rows without a figure count as zero.
 
@@ -265,6 +327,10 @@ def _short(value: float) -> str:
 
 def _scientific(value: float) -> str:
     return f"{value:.1e}" if value else "0"
+
+
+def _bytes_per_s(value: float) -> str:
+    return f"{value / 1e9:.3g} GB/s"
 
 
 def _milliseconds(value: float) -> str:

@@ -29,6 +29,7 @@ class Terminal:
         self._stream = sys.stdout if stream is None else stream
         self._colour = _wants_colour(self._stream)
         self._best: Validation | None = None
+        self._host_state_bytes = facts.offload.engine.state_bytes if facts.offload else 0
 
     def open(self) -> None:
         """Print the lines that stand above the first step."""
@@ -46,6 +47,7 @@ class Terminal:
         """Print an event."""
         match event:
             case Step():
+                self._note_move(event)
                 self._line("step", step_line(event, self._facts))
             case Validation():
                 self._best = _better(self._best, event)
@@ -58,6 +60,18 @@ class Terminal:
                 )
             case Done():
                 self._line("stop" if event.reason else "done", self._done_line(event))
+
+    def _note_move(self, step: Step) -> None:
+        """Say that state went from host memory to the device, where it did."""
+        if step.host_state_bytes is None:
+            return
+        moved = self._host_state_bytes - step.host_state_bytes
+        self._host_state_bytes = step.host_state_bytes
+        if moved > 0:
+            self.note(
+                f"{text.gib(moved)} of optimizer state per rank moved from host memory to the "
+                f"device, which had room; {text.percent(step.host_share)} is on the host"
+            )
 
     def _done_line(self, done: Done) -> str:
         parts = [text.duration(done.wall_s), f"{text.percent(done.productive_share)} productive"]
@@ -127,8 +141,11 @@ def step_line(step: Step, facts: RunFacts) -> str:
         f"{speed}  MFU {text.percent(step.mfu):>3}",
         f"{text.gib(step.memory_bytes)}{planned}",
         f"exposed {text.percent(step.exposed_share):>2}",
-        f"eta {text.duration(step.eta_s)}",
     ]
+    if step.host_share is not None:
+        parts.append(f"offload exposed {text.percent(step.offload_exposed_share):>2}")
+        parts.append(f"on host {text.percent(step.host_share)}")
+    parts.append(f"eta {text.duration(step.eta_s)}")
     if step.skipped_steps:
         parts.append(f"skipped {step.skipped_steps}")
     return " | ".join(parts)

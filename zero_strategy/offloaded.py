@@ -1,0 +1,102 @@
+"""What offload holds of a module's parameters, as tensors that are sharded like them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zero_strategy.checkpoint.late import Late
+from zero_strategy.gradient import local
+from zero_strategy.offload.host import MomentName
+from zero_strategy.offload.tiers import TieredState
+
+_MOMENTS: Mapping[str, MomentName] = {"exp_avg": "m", "exp_avg_sq": "v"}
+"""As torch's Adam names them."""
+
+
+@final
+class Offloaded:
+    """Weights and moments between two steps, made one by one where their state lies.
+
+    Args:
+        state: with every step committed.
+        parameters: name -> sharded parameter.
+        host_mesh: the ranks of their mesh, for tensors in host memory.
+        is_current: whether no step has begun since.
+    """
+
+    def __init__(
+        self,
+        state: TieredState,
+        parameters: Mapping[str, Tensor],
+        host_mesh: DeviceMesh,
+        is_current: Callable[[], bool],
+    ) -> None:
+        self._state, self._parameters, self._host_mesh = state, parameters, host_mesh
+        self._is_current = is_current
+
+    def master(self, name: str) -> Late:
+        """Return a parameter's fp32 weights."""
+        return self._late(
+            name,
+            lambda: self._now(name).master(name),
+            lambda values: self._now(name).write_master(name, values),
+        )
+
+    def moments(self, name: str) -> dict[str, Late]:
+        """Return a parameter's moments in fp32, by the name of their slot in torch's Adam."""
+        return {slot: self._moment(name, moment) for slot, moment in _MOMENTS.items()}
+
+    def _moment(self, name: str, moment: MomentName) -> Late:
+        return self._late(
+            name,
+            lambda: self._now(name).moment(name, moment),
+            lambda values: self._now(name).write_moment(name, moment, values),
+        )
+
+    def _mesh_of(self, name: str) -> DeviceMesh:
+        parameter = self._parameters[name]
+        assert isinstance(parameter, DTensor), "fully_shard makes every parameter one"
+        return parameter.device_mesh if name in self._state.resident else self._host_mesh
+
+    def _now(self, name: str) -> TieredState:
+        if not self._is_current():
+            raise RuntimeError(
+                f"{name}: its fp32 state was asked for before a step and read after it began: must "
+                "be read before the next forward. Ask for it again, or keep a copy."
+            )
+        return self._state
+
+    def _late(self, name: str, read: Callable[[], Tensor], write: Callable[[Tensor], None]) -> Late:
+        parameter = self._parameters[name]
+        own = torch.empty_like(local(parameter), dtype=torch.float32, device="meta")
+        return Late(
+            like=as_shard(own, parameter, self._host_mesh),
+            read=lambda: as_shard(read(), parameter, self._mesh_of(name)),
+            write=lambda tensor: write(local(tensor).flatten()),
+        )
+
+
+@torch.no_grad()
+def as_shard(own: Tensor, parameter: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return this rank's values as a tensor that is cut like a parameter, without a copy.
+
+    Args:
+        own: (n,), contiguous.
+        parameter: the sharded parameter.
+        mesh: of its ranks and of the values' device, to which they would be sent otherwise.
+    """
+    assert isinstance(parameter, DTensor), "fully_shard makes every parameter one"
+    return DTensor.from_local(
+        own.view(local(parameter).shape),
+        mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+        run_check=False,
+    )
