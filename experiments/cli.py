@@ -25,9 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program name; those of this process by default.
 
     Returns:
-        0; 1 where a checkpoint is not whole; 2 where the user gave something wrong, with the
-        reason on stderr; 141 where the reader
-        of the output, such as `head`, had gone.
+        0; 1 where a checkpoint is not whole, or two differ; 2 where the user gave something wrong,
+        with the reason on stderr; 141 where the reader of the output, such as `head`, had gone.
     """
     args = _parser().parse_args(argv)
     try:
@@ -96,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("directory", type=Path, help="checkpoint directory")
     verify.add_argument("--deep", action="store_true", help="read every byte")
     verify.set_defaults(run=_checkpoint_verify)
+    compare = actions.add_parser("diff", help="what two of them hold that differs")
+    compare.add_argument("one", type=Path, help="checkpoint directory")
+    compare.add_argument("other", type=Path, help="checkpoint directory")
+    compare.set_defaults(run=_checkpoint_diff)
     export = actions.add_parser("export", help="one file for other programs")
     export.add_argument("directory", type=Path, help="checkpoint directory")
     export.add_argument("out", type=Path, help="*.ckpt or *.safetensors")
@@ -156,6 +159,14 @@ def _checkpoint_verify(args: argparse.Namespace) -> int:
     size = text.gib(verdict.num_bytes)
     print(f"{args.directory}: whole, {verdict.num_tensors} tensors, {size} ({how})")
     return 0
+
+
+def _checkpoint_diff(args: argparse.Namespace) -> int:
+    from zero_strategy.checkpoint.diff import diff
+
+    lines = list(diff(args.one, args.other))
+    print("\n".join(lines) or "equal, every bit")
+    return 1 if lines else 0
 
 
 def _checkpoint_export(args: argparse.Namespace) -> None:
