@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import time
+import warnings
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
@@ -25,7 +26,7 @@ from tests import lit
 from tests.counting import collectives
 from tests.ranks import ranks
 from tests.runs import FP32_TOLERANCE, ROWS, Run, assert_same, fit, refusal
-from zero_strategy.checkpoint import storage
+from zero_strategy.checkpoint import storage, trainer_state
 from zero_strategy.checkpoint.export import export
 from zero_strategy.checkpoint.plain import plain
 
@@ -350,6 +351,35 @@ def test_removing_deletes_a_checkpoint_and_never_anything_else(tmp_path: Path) -
     storage.remove(file)
     storage.remove(ours)
     assert names_in(tmp_path) == ["foreign.ckpt"]
+
+
+def keep_one_while_saves_are_spoilt(folder: str) -> tuple[list[str], list[str]]:
+    """Names and warnings of a run that keeps one checkpoint, whose second save goes bad at once."""
+    write = trainer_state.write
+    saves = []
+
+    def spoil(path: Path, checkpoint: Any) -> None:
+        write(path, checkpoint)
+        saves.append(path)
+        if len(saves) == 2 and dist.get_rank() == 0:
+            os.truncate(path / "tensors-0.safetensors", 100)
+
+    keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(trainer_state, "write", spoil)
+        run = lit.trainer("zero3", max_steps=2, callbacks=[keeper], enable_checkpointing=True)
+        run.fit(lit.Lit(), lit.loader())
+        dist.barrier()
+    return names_in(folder), [str(w.message) for w in caught if "is kept" in str(w.message)]
+
+
+def test_the_older_checkpoint_is_kept_where_the_newer_is_damaged(tmp_path: Path) -> None:
+    names, said = ranks(2).run(keep_one_while_saves_are_spoilt, str(tmp_path))[0]
+    assert names == ["step=1.ckpt", "step=2.ckpt"]
+    assert len(said) == 1
+    assert "step=1.ckpt is kept, since the newest one is damaged." in said[0]
+    assert "tensors-0.safetensors has 100 bytes" in said[0]
 
 
 def test_saving_over_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

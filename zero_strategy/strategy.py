@@ -132,6 +132,7 @@ class ZeroStrategy(DDPStrategy):
         )
         self.checks: dict[str, str] = {}
         self.last_save: tuple[str, float] | None = None
+        self._newest: Path | None = None
         self._policy = BackwardPolicy()
         self._plan: MemoryPlan | None = None
         self._sharded: Sharded | None = None
@@ -544,6 +545,7 @@ class ZeroStrategy(DDPStrategy):
         path = Path(self.broadcast(str(filepath)))
         trainer_state.write(path, checkpoint)
         self.last_save = (path.name, time.perf_counter() - began_s)
+        self._newest = path
 
     @override
     def load_checkpoint(
@@ -577,7 +579,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            storage.remove(Path(filepath))
+            storage.remove(Path(filepath), newest=self._newest)
 
     @override
     def teardown(self) -> None:

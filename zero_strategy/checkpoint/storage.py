@@ -204,7 +204,7 @@ def stored(path: Path) -> dict[str, TensorStorageMetadata]:
 def contents(path: Path) -> manifest.Manifest:
     """Return what a checkpoint directory says of itself.
 
-    Raises: ValueError: the directory is damaged.
+    Raises: ValueError: there is none, or it is damaged.
     """
     with damage_named(path):
         return manifest.Manifest.read(path)
@@ -258,8 +258,20 @@ def load(path: Path, tensors: Mapping[str, Tensor | Late], *, alone: bool = Fals
         raise ValueError(_damage(path, cause)) from error
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint of ours, or a link to one; leaves any other directory alone."""
+def remove(path: Path, *, newest: Path | None = None) -> None:
+    """Delete a checkpoint of ours, or a link to one; leaves any other directory alone.
+
+    Args:
+        path: the directory.
+        newest: the checkpoint that was saved last. Where it is another one and cannot be opened,
+            nothing is deleted, with a warning: the older may be all there is.
+    """
+    if newest is not None and newest != path:
+        try:
+            contents(newest)
+        except ValueError as error:
+            warnings.warn(f"{path} is kept, since the newest one is damaged. {error}", stacklevel=2)
+            return
     if path.is_symlink():
         path.unlink()
     elif is_checkpoint(path):
