@@ -80,6 +80,7 @@ def killed_at(moment: int, action: Callable[[], None]) -> bool:
     """
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # a fork has no threads of a pool that the parent had
         die_at(moment, (*((os, name) for name in CALLS), (files, "exchange")))
         try:
             action()
@@ -372,6 +373,7 @@ def test_no_crafted_manifest_runs_or_writes_anything(tmp_path):
         crafted(tmp_path / kind, change)
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)
         seen: list[str] = []
 
         def note(event: str, args: tuple[Any, ...]) -> None:
