@@ -136,13 +136,6 @@ class Offloading:
         return total_bytes(host_parts(self._job, self.share))
 
     @property
-    def resident_bytes(self) -> int:
-        """Device memory of the state that stays there, the weights not counted."""
-        on_host = set(host_units(self._job.units, self.share))
-        sizes = (n for u, own in self._sizes.items() if u not in on_host for n in own.values())
-        return self._job.resident_bytes * sum(sizes)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The parameters whose optimizer is the engine."""
         return tuple(self._unit_of)

@@ -70,6 +70,15 @@ class TensorEntry:
     dtype: torch.dtype
     chunks: tuple[ChunkEntry, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def bytes_of(self, chunk: ChunkEntry) -> int:
+        """Return the bytes of one of its chunks."""
+        return math.prod(chunk.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:

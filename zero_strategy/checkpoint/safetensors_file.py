@@ -49,6 +49,12 @@ class Part(NamedTuple):
         """Of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def entry(self, begin: int) -> dict[str, Any]:
+        """Return its entry in the header, where its bytes begin so far behind that."""
+        offsets = [begin, begin + self.num_bytes]
+        code = _CODES[self.dtype]
+        return {"dtype": code, "shape": list(self.shape), "data_offsets": offsets}
+
 
 def key_of(name: str, whole: bool, offset: Sequence[int]) -> str:
     """Return a shard's key in its file: the tensor's name, with the offset unless it is whole."""
@@ -74,8 +80,7 @@ def layout(parts: Iterable[Part], metadata: Mapping[str, str] | None = None) -> 
     end = 0
     for part in parts:
         begin, end = end, end + part.num_bytes
-        code, shape = _CODES[part.dtype], list(part.shape)
-        tree[part.key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        tree[part.key] = part.entry(begin)
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
@@ -119,11 +124,8 @@ def header_of(manifest: Manifest, file: str) -> dict[str, Any]:
     first = min((chunk.start for _, _, chunk in parts), default=0)
     tree: dict[str, Any] = {}
     for name, entry, chunk in parts:
-        begin = chunk.start - first
-        end = begin + math.prod(chunk.shape) * entry.dtype.itemsize
         key = key_of(name, chunk.shape == entry.shape, chunk.offset)
-        shape = list(chunk.shape)
-        tree[key] = {"dtype": _CODES[entry.dtype], "shape": shape, "data_offsets": [begin, end]}
+        tree[key] = Part(key, chunk.shape, entry.dtype).entry(chunk.start - first)
     return tree
 
 

@@ -104,7 +104,7 @@ class ShardWriter(StorageWriter):
                 for item in items:
                     sums = _write(descriptor, planner.resolve_data(item), item)
                     written = _Written(name, len(header) + size, start, sums)
-                    num_bytes = _num_bytes(item)
+                    num_bytes = _part(item).num_bytes
                     results.append(WriteResult(item.index, num_bytes, written))
                     start += num_bytes
                 os.fsync(descriptor)
@@ -162,12 +162,6 @@ def _checked(item: WriteItem) -> torch.dtype:
     return data.properties.dtype
 
 
-def _num_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    assert data is not None, "checked"
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
 def _key(item: WriteItem) -> str:
     """The shard's name in its file: the tensor's, with the offset unless it is whole."""
     data = item.tensor_data
@@ -186,7 +180,7 @@ def _write(descriptor: int, data: Any, item: WriteItem) -> tuple[int, ...]:
     """Write a shard; its checksums are of the memory, before anything is written."""
     assert isinstance(data, Tensor), "only tensors were planned"
     view = bytes_of(data.detach().cpu().contiguous())
-    if len(view) != _num_bytes(item):
+    if len(view) != _part(item).num_bytes:
         raise RuntimeError(f"{item.index.fqn}: changed its size while it was saved")
     sums = []
     for block in files.blocks(view):
@@ -286,8 +280,7 @@ def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
     entry = manifest.tensors[name]
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for chunk in entry.chunks:
-        num_bytes = math.prod(chunk.shape) * entry.dtype.itemsize
-        part = _read_bytes(folder, name, entry, chunk, 0, num_bytes).view(entry.dtype)
+        part = _read_bytes(folder, name, entry, chunk, 0, entry.bytes_of(chunk)).view(entry.dtype)
         narrow_tensor_by_index(whole, chunk.offset, chunk.shape).copy_(part.view(chunk.shape))
     return whole
 
@@ -301,8 +294,8 @@ def _read_bytes(
     first = start // files.BLOCK_BYTES
     last = (start + length - 1) // files.BLOCK_BYTES
     begin = first * files.BLOCK_BYTES
-    num_bytes = math.prod(chunk.shape) * entry.dtype.itemsize
-    buffer = torch.empty(min((last + 1) * files.BLOCK_BYTES, num_bytes) - begin, dtype=torch.uint8)
+    end = min((last + 1) * files.BLOCK_BYTES, entry.bytes_of(chunk))
+    buffer = torch.empty(end - begin, dtype=torch.uint8)
     view = bytes_of(buffer)
     descriptor = os.open(folder / chunk.file, os.O_RDONLY | os.O_NOFOLLOW)
     try:

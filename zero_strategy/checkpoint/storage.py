@@ -219,15 +219,14 @@ def read(path: Path, there: manifest.Manifest, name: str) -> Tensor:
         return read_tensor(path, there, name)
 
 
-def load(path: Path, tensors: Mapping[str, Tensor | Late], *, alone: bool = False) -> None:
+def load(path: Path, tensors: Mapping[str, Tensor | Late]) -> None:
     """Fill tensors in place from a checkpoint directory, whatever ranks wrote it.
 
     Args:
         path: the directory.
         tensors: canonical name -> destination, late or not.
-        alone: read in this process only, also inside a process group.
     Raises: ValueError: a name is missing, its shape or dtype differs, or a file is damaged.
-    Cost: collective unless `alone`; each rank reads what its shards need.
+    Cost: collective; each rank reads what its shards need.
     """
     whole = contents(path)
     there = stored_tensors(whole)
@@ -251,7 +250,7 @@ def load(path: Path, tensors: Mapping[str, Tensor | Late], *, alone: bool = Fals
             warnings.filterwarnings("ignore", ".*torch.distributed is disabled")
             planner = LateLoadPlanner(tensors)
             reader = ShardReader(path, whole)
-            dcp.load(stand_ins, storage_reader=reader, planner=planner, no_dist=alone)
+            dcp.load(stand_ins, storage_reader=reader, planner=planner)
     except CheckpointException as error:
         # Its own text lists a traceback per rank.
         cause, _ = next(iter(error.failures.values()))

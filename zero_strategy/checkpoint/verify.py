@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,9 +52,7 @@ def verify(path: str | Path, *, deep: bool) -> Verdict:
         problem = str(error) or f"{NAME} is nested too deeply"
         return Verdict(num_tensors=0, num_bytes=0, read_bytes=0, problems=(problem,))
     problems = list(manifest.file_problems(folder))
-    num_bytes = sum(
-        math.prod(entry.shape) * entry.dtype.itemsize for entry in manifest.tensors.values()
-    )
+    num_bytes = sum(entry.num_bytes for entry in manifest.tensors.values())
     if deep:
         for name in manifest.files:
             if (folder / name).is_file():
@@ -71,7 +68,7 @@ def verify(path: str | Path, *, deep: bool) -> Verdict:
 def _file_problems(folder: Path, manifest: Manifest, name: str) -> Iterator[str]:
     chunks = sorted(
         (
-            (tensor, chunk, math.prod(chunk.shape) * entry.dtype.itemsize)
+            (tensor, chunk, entry.bytes_of(chunk))
             for tensor, entry in manifest.tensors.items()
             for chunk in entry.chunks
             if chunk.file == name
