@@ -35,6 +35,7 @@ ROOM_MAY_IMPORT = {
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING_FILES = {
     "zero_strategy/strategy.py",
+    "zero_strategy/saving.py",
     "zero_strategy/precision.py",
     "zero_strategy/monitor.py",
     "zero_strategy/ema.py",

@@ -11,15 +11,23 @@ from zero_strategy.autoload import activate
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.export import load_state_dict
-    from zero_strategy.config import OffloadConfig
+    from zero_strategy.config import GuardConfig, OffloadConfig
     from zero_strategy.ema import ShardedEMA
     from zero_strategy.monitor import Monitor
     from zero_strategy.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Monitor", "OffloadConfig", "ShardedEMA", "ZeroStrategy", "load_state_dict"]
+__all__ = [
+    "GuardConfig",
+    "Monitor",
+    "OffloadConfig",
+    "ShardedEMA",
+    "ZeroStrategy",
+    "load_state_dict",
+]
 
 _HOMES = {
+    "GuardConfig": "zero_strategy.config",
     "Monitor": "zero_strategy.monitor",
     "OffloadConfig": "zero_strategy.config",
     "ShardedEMA": "zero_strategy.ema",

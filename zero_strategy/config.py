@@ -6,7 +6,8 @@ Each default has its one home here; everything below takes the values as require
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, TypeGuard, cast, get_args
 
 from torch import nn
@@ -20,6 +21,9 @@ Placement = Literal["auto", "host"]
 GradDtype = Literal["auto", "bf16", "fp32"]
 Lanes = Literal["cpu", "stream", "both"]
 Moments = Literal["fp32", "bf16"]
+NonFinite = Literal["stop", "skip"]
+Spike = Literal["warn", "stop", "rollback"]
+Uneven = Literal["error", "drop", "pad"]
 _PLACEMENTS = get_args(Placement)
 
 _PLANNED = {
@@ -101,6 +105,53 @@ class OffloadConfig:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What is watched while a run trains, and what is done about it; alike on all ranks."""
+
+    non_finite: NonFinite = "stop"
+    """A gradient norm that is not finite: "stop" ends the run; "skip" leaves weights, moments,
+    learning rates and step counts as they were, counts the step and goes on."""
+    max_skipped: int = 5
+    """Steps skipped in a row after which the run ends."""
+    spike_sigmas: float | None = None
+    """A loss so many robust standard deviations above the last ones is a spike; None looks at
+    none. 8 is a sane choice."""
+    spike: Spike = "warn"
+    """What a spike does: "rollback" goes back to the last checkpoint and leaves out the batches
+    since."""
+    hang_timeout: timedelta | None = timedelta(minutes=20)
+    """A rank that does nothing for so long ends the run, named with its stack; None waits."""
+    uneven: Uneven = "error"
+    """Where some rank runs out of batches first: "error" ends the run, "drop" ends the epoch on all
+    ranks, "pad" repeats that rank's last batch with a loss of weight 0."""
+    check_flow: bool = False
+    """Compare at every step which modules each rank has called: for finding code that depends on
+    the rank. Costs a small collective per step."""
+
+    def problems(self) -> list[str]:
+        """Every rule this configuration breaks, one line each."""
+        found = []
+        for name, allowed in (("non_finite", NonFinite), ("spike", Spike), ("uneven", Uneven)):
+            value = getattr(self, name)
+            if value not in get_args(allowed):
+                found.append(refusal(f"zero.guards.{name}", value, get_args(allowed)))
+        if type(self.max_skipped) is not int or self.max_skipped < 1:
+            found.append(refusal("zero.guards.max_skipped", self.max_skipped, ["at least 1"]))
+        sigmas = self.spike_sigmas
+        if sigmas is not None and not (_is_number(sigmas) and 0 < sigmas < math.inf):
+            allowed_sigmas = ["None, or above 0"]
+            found.append(refusal("zero.guards.spike_sigmas", sigmas, allowed_sigmas, "Use 8."))
+        limit = cast(object, self.hang_timeout)
+        if limit is not None and not (isinstance(limit, timedelta) and limit > timedelta(0)):
+            fix = "Use timedelta(minutes=20)."
+            must = ["None, or a datetime.timedelta above 0"]
+            found.append(refusal("zero.guards.hang_timeout", limit, must, fix))
+        if type(self.check_flow) is not bool:
+            found.append(refusal("zero.guards.check_flow", self.check_flow, [True, False]))
+        return found
+
+
 def _is_share(value: object) -> bool:
     return _is_number(value) and 0 <= value <= 1
 
@@ -139,6 +190,8 @@ class ZeroConfig:
     """Where `configure_model` builds: "cpu", or "meta" to peak at one unit per rank."""
     offload: OffloadConfig | None = None
     """Where optimizer state lies; None keeps it on the device."""
+    guards: GuardConfig = field(default_factory=GuardConfig)
+    """What is watched while training."""
 
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""
@@ -163,6 +216,12 @@ class ZeroConfig:
         elif offload is not None:
             must = ["None", *_PLACEMENTS, "an OffloadConfig"]
             found.append(refusal("zero.offload", offload, must, "Use 'auto'."))
+        guards = cast(object, self.guards)
+        if isinstance(guards, GuardConfig):
+            found += guards.problems()
+        else:
+            fix = "Use GuardConfig(non_finite='skip')."
+            found.append(refusal("zero.guards", guards, ["a GuardConfig"], fix))
         return found
 
     def validate(self) -> None:

@@ -4,21 +4,16 @@ One parameter's way: `presets` names the stage, `setup` below finds the units (`
 them (`shard`) and plans their bytes (`planning/estimate`); gradients meet in `gradient`.
 """
 
-import sys
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,9 +27,8 @@ from zero_strategy.adopt import (
     warn_of_gradient_hooks,
 )
 from zero_strategy.blocks import find_units
-from zero_strategy.checkpoint import state, storage, trainer_state
-from zero_strategy.checkpoint.late import LateDict
 from zero_strategy.config import (
+    GuardConfig,
     InitDevice,
     OffloadConfig,
     Placement,
@@ -44,7 +38,7 @@ from zero_strategy.config import (
     refusal,
     unknown_options,
 )
-from zero_strategy.control import control_group, join_after_exception
+from zero_strategy.control import control_group
 from zero_strategy.evaluation import Turns
 from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
@@ -53,14 +47,18 @@ from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.offloading import make_offloading
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
+from zero_strategy.saving import SavingStrategy
 from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module
 from zero_strategy.state_dicts import adapt_state_dicts
 
 _SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
-_OPTIONS = ("stage", "blocks", "compile", "init", "offload", "timeout", "process_group_backend")
+_OPTIONS = (
+    *("stage", "blocks", "compile", "init", "offload", "guards"),
+    *("timeout", "process_group_backend"),
+)
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(SavingStrategy):
     """Shard a LightningModule's parameters, gradients and optimizer state over the ranks.
 
     The module needs no change: `training_step`, `configure_optimizers`, callbacks and loggers
@@ -74,6 +72,7 @@ class ZeroStrategy(DDPStrategy):
         init: "meta" builds in `configure_model` without memory, unit by unit on the device.
         offload: where optimizer state lies: "auto" or "host" or an `OffloadConfig`; None keeps it
             on the device.
+        guards: what is watched while training, such as a norm that is not finite.
         timeout: how long a collective may wait for other ranks.
         process_group_backend: "nccl" or "gloo"; None chooses by device.
     Raises: ValueError: lists every unknown or wrong option.
@@ -91,6 +90,7 @@ class ZeroStrategy(DDPStrategy):
         compile: Literal["blocks"] | None = None,
         init: InitDevice = "cpu",
         offload: OffloadConfig | Placement | None = None,
+        guards: GuardConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -107,6 +107,7 @@ class ZeroStrategy(DDPStrategy):
             compile=compile,
             init=init,
             offload=cast(Any, as_offload_config(offload)),
+            guards=GuardConfig() if guards is None else guards,
         )
         problems = [*self.config.problems(), *unknown_options(unknown, _OPTIONS)]
         if start_method != "popen":
@@ -131,14 +132,9 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
         )
         self.checks: dict[str, str] = {}
-        self.last_save: tuple[str, float] | None = None
-        self._newest: Path | None = None
         self._policy = BackwardPolicy()
         self._plan: MemoryPlan | None = None
-        self._sharded: Sharded | None = None
         self._turns: Turns | None = None
-        self._events: RunEvents | None = None
-        self._control: dist.ProcessGroup | None = None
 
     # What the run is told about itself.
 
@@ -147,18 +143,6 @@ class ZeroStrategy(DDPStrategy):
         """Bytes per rank as planned at set-up."""
         assert self._plan is not None, "the plan exists once the strategy is set up"
         return self._plan
-
-    @property
-    def sharded(self) -> Sharded:
-        """The module's units."""
-        assert self._sharded is not None, "the module is sharded when the strategy sets up"
-        return self._sharded
-
-    @property
-    def events(self) -> RunEvents:
-        """What one rank sees and all act on."""
-        assert self._events is not None, "signals are registered at set-up"
-        return self._events
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -328,15 +312,6 @@ class ZeroStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 optimizer.register_step_post_hook(lambda *_: self.sharded.reshard())
 
-    @property
-    def _plain_optimizers(self) -> list[Optimizer]:
-        return [seams.unwrapped(o) for o in self.optimizers]
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None, "Lightning connects the module first"
-        return self.lightning_module
-
     # Backward.
 
     @contextmanager
@@ -473,113 +448,6 @@ class ZeroStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         explain(exception)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        join_after_exception(self._control)
-        return super().broadcast(obj, src)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        join_after_exception(self._control)
-        super().barrier(*args, **kwargs)
-
-    def masters(self) -> dict[str, Tensor]:
-        """Copies of the fp32 weights that lie in host memory, by parameter name; none elsewhere.
-
-        Cost: under offload, waits until every step is committed.
-        """
-        return self.sharded.offloading.masters() if self.sharded.offloading else {}
-
-    def write_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Replace weights that lie in host memory, and the module's rounded ones."""
-        if self.sharded.offloading:
-            self.sharded.offloading.write_masters(masters)
-
-    # Checkpoints.
-
-    def _names(self) -> dict[int, str]:
-        """id(parameter) -> its name in the state dict, where wrappers leave no prefix."""
-        self.sharded.reshard()
-        names: dict[int, str] = {}
-        for name, parameter in self._module.state_dict(keep_vars=True).items():
-            names.setdefault(id(parameter), name)
-        return names
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's weights as DTensors, offloaded ones once asked for, and rank 0's buffers."""
-        self.sharded.reshard()
-        if sys.exc_info()[0] is None:
-            self.sharded.sync_buffers()
-        tensors, extra = state.model_state(self._module)
-        late = self.sharded.offloading.late_masters() if self.sharded.offloading else {}
-        values = {**tensors, **late, **extra}
-        return cast(dict[str, Any], LateDict(values)) if late else values
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter name, as this rank's DTensors."""
-        described = state.optimizer_state(seams.unwrapped(optimizer), self._names())
-        if self.sharded.offloading:
-            described["state"] = self.sharded.offloading.optimizer_state(seams.unwrapped(optimizer))
-        return described
-
-    @override
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | Path,
-        storage_options: Any | None = None,
-    ) -> None:
-        """Write a checkpoint directory. Every rank must call it.
-
-        Raises: NonFiniteGradientError: the weights to be saved are spoilt.
-        """
-        if storage_options is not None:
-            raise ValueError(
-                "storage_options: must be left out, the strategy writes a directory. Remove it."
-            )
-        self.events.refuse_spoilt()
-        began_s = time.perf_counter()
-        path = Path(self.broadcast(str(filepath)))
-        trainer_state.write(path, checkpoint)
-        self.last_save = (path.name, time.perf_counter() - began_s)
-        self._newest = path
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint directory of ours, or a plain Lightning file.
-
-        Returns: the metadata; weights of a directory are read later, straight into the shards.
-        """
-        path = Path(self.broadcast(str(checkpoint_path)))
-        if self.is_global_zero:
-            storage.recover(path)
-        self.barrier()
-        return trainer_state.read(path, weights_only=weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.sharded.reshard()
-        offloading = self.sharded.offloading
-        with offloading.writing() if offloading else nullcontext({}) as masters:
-            trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizers, offloading = self._plain_optimizers, self.sharded.offloading
-        late = offloading.fresh_moments() if offloading else {}
-        trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names(), late)
-        if offloading:
-            offloading.take_steps(optimizers)
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            storage.remove(Path(filepath), newest=self._newest)
 
     @override
     def teardown(self) -> None:

@@ -1,0 +1,163 @@
+"""What of a strategy is saved and read again: canonical names, in a directory, by all ranks."""
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from zero_strategy import seams
+from zero_strategy.checkpoint import state, storage, trainer_state
+from zero_strategy.checkpoint.late import LateDict
+from zero_strategy.control import join_after_exception
+from zero_strategy.events import RunEvents
+from zero_strategy.shard import Sharded
+
+
+class SavingStrategy(DDPStrategy):
+    """The part of `ZeroStrategy` that saves a sharded run and goes on with it."""
+
+    def __init__(self, **lightning: Any) -> None:
+        super().__init__(**lightning)
+        self.last_save: tuple[str, float] | None = None
+        """Name of the last checkpoint, and the seconds its save took."""
+        self._newest: Path | None = None
+        self._sharded: Sharded | None = None
+        self._events: RunEvents | None = None
+        self._control: dist.ProcessGroup | None = None
+
+    @property
+    def sharded(self) -> Sharded:
+        """The module's units."""
+        assert self._sharded is not None, "the module is sharded when the strategy sets up"
+        return self._sharded
+
+    @property
+    def events(self) -> RunEvents:
+        """What one rank sees and all act on."""
+        assert self._events is not None, "signals are registered at set-up"
+        return self._events
+
+    @property
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [seams.unwrapped(o) for o in self.optimizers]
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "Lightning connects the module first"
+        return self.lightning_module
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        join_after_exception(self._control)
+        return super().broadcast(obj, src)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        join_after_exception(self._control)
+        super().barrier(*args, **kwargs)
+
+    def masters(self) -> dict[str, Tensor]:
+        """Copies of the fp32 weights that lie in host memory, by parameter name; none elsewhere.
+
+        Cost: under offload, waits until every step is committed.
+        """
+        return self.sharded.offloading.masters() if self.sharded.offloading else {}
+
+    def write_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Replace weights that lie in host memory, and the module's rounded ones."""
+        if self.sharded.offloading:
+            self.sharded.offloading.write_masters(masters)
+
+    # Checkpoints.
+
+    def _names(self) -> dict[int, str]:
+        """id(parameter) -> its name in the state dict, where wrappers leave no prefix."""
+        self.sharded.reshard()
+        names: dict[int, str] = {}
+        for name, parameter in self._module.state_dict(keep_vars=True).items():
+            names.setdefault(id(parameter), name)
+        return names
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's weights as DTensors, offloaded ones once asked for, and rank 0's buffers."""
+        self.sharded.reshard()
+        if sys.exc_info()[0] is None:
+            self.sharded.sync_buffers()
+        tensors, extra = state.model_state(self._module)
+        late = self.sharded.offloading.late_masters() if self.sharded.offloading else {}
+        values = {**tensors, **late, **extra}
+        return cast(dict[str, Any], LateDict(values)) if late else values
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter name, as this rank's DTensors."""
+        described = state.optimizer_state(seams.unwrapped(optimizer), self._names())
+        if self.sharded.offloading:
+            described["state"] = self.sharded.offloading.optimizer_state(seams.unwrapped(optimizer))
+        return described
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint directory. Every rank must call it.
+
+        Raises: NonFiniteGradientError: the weights to be saved are spoilt.
+        """
+        if storage_options is not None:
+            raise ValueError(
+                "storage_options: must be left out, the strategy writes a directory. Remove it."
+            )
+        self.events.refuse_spoilt()
+        began_s = time.perf_counter()
+        path = Path(self.broadcast(str(filepath)))
+        trainer_state.write(path, checkpoint)
+        self.last_save = (path.name, time.perf_counter() - began_s)
+        self._newest = path
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint directory of ours, or a plain Lightning file.
+
+        Returns: the metadata; weights of a directory are read later, straight into the shards.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if self.is_global_zero:
+            storage.recover(path)
+        self.barrier()
+        return trainer_state.read(path, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.sharded.reshard()
+        offloading = self.sharded.offloading
+        with offloading.writing() if offloading else nullcontext({}) as masters:
+            trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        optimizers, offloading = self._plain_optimizers, self.sharded.offloading
+        late = offloading.fresh_moments() if offloading else {}
+        trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names(), late)
+        if offloading:
+            offloading.take_steps(optimizers)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            storage.remove(Path(filepath), newest=self._newest)
