@@ -232,3 +232,29 @@ def test_a_pass_that_overflows_shows_it_in_every_copy_of_the_weight():
         assert master.isnan().nonzero().flatten().tolist() == [3, 5]
         assert torch.equal(master.isnan(), state.upper.isnan())
         assert torch.equal(master.isnan(), wire.isnan())
+
+
+@pytest.mark.skipif(not VECTORS, reason="torch fuses products with AVX2 and AVX-512 only")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_the_bias_correction_is_a_true_division_for_every_magnitude_and_step(isa, beta2):
+    # The last three are 1 less a few units of the last place, and 1.
+    lates = [round(math.log(x) / math.log(beta2)) for x in (1.2e-7, 2e-7, 1e-30)]
+    num = 1 << 16
+    bits = torch.randint(0, 0x7F800001, (num,), generator=torch.Generator().manual_seed(1))
+    bits[:4] = torch.tensor([0, 1, 0x7F7FFFFF, 0x7F800000])
+    for step in (1, 2, 3, 10, 77, 1000, *lates):
+        # beta1 just below 1 keeps m, so that the weight shows the denominator.
+        adam = AdamStep(lr=1.0, beta1=1 - 2**-20, beta2=beta2, eps=0.0, step=step)
+        pending = Pending(torch.zeros(num), adam, 1.0)
+        results = []
+        for passes in (CpuAdam(isa), ReferenceAdam()):
+            state = AdamState(
+                upper=torch.zeros(num, dtype=torch.bfloat16),
+                lower=torch.zeros(num, dtype=torch.int16),
+                m=torch.ones(num),
+                v=bits.int().view(torch.float32).clone(),
+            )
+            passes.run(state, commit=pending, preview=None, wire=None, threads=None)
+            results.append([passes.join(state.upper, state.lower), state.v])
+        assert all_same(*results), step

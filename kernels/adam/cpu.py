@@ -37,6 +37,7 @@ class _Update(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("is_l2", ctypes.c_int32),
         *((name, ctypes.c_float) for name in Coefficients._fields[1:]),
+        ("v_reciprocal", ctypes.c_float),
     ]
 
 
@@ -133,7 +134,10 @@ def _update(pending: Pending | None) -> _Update | None:
         return None
     grad = pending.grad
     is_fp32 = grad.dtype == torch.float32
-    return _Update(grad.data_ptr(), is_fp32, pending.scale, *pending.adam.coefficients)
+    numbers = pending.adam.coefficients
+    # A quotient of two fp32 numbers has the same bits when it is rounded to fp64 first.
+    reciprocal = 1 / ctypes.c_float(numbers.v_correction).value
+    return _Update(grad.data_ptr(), is_fp32, pending.scale, *numbers, reciprocal)
 
 
 def _num_threads(threads: int | None) -> int:

@@ -4,6 +4,7 @@
  * is that of torch's fused CPU kernel in its vector body, and every fused multiply-add is written
  * out: compile with -ffp-contract=off, and the bits are the same for every instruction set.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,6 +19,9 @@ enum { BLOCK = 1 << 16 };
 /* Elements committed, then previewed while they are in the first-level cache. So few that the
  * divisions of a preview overlap the loads of the next tile: 0.63 Gparam/s against 0.53 at 1024. */
 enum { TILE = 1 << 7 };
+/* Elements by which memory is asked for ahead: the hardware stops at the end of every page. One
+ * thread does 11 to 15 % more with it; 1024 is as good, 2048 less. */
+enum { AHEAD = 1 << 9 };
 /* Partial sums of squares in a block. */
 enum { LANES = 256 };
 
@@ -42,6 +46,7 @@ typedef struct {
     float l2;           /* weight_decay */
     float step_size;    /* -lr / (1 - beta1^t) */
     float v_correction; /* sqrt(1 - beta2^t) */
+    float v_reciprocal; /* 1 / v_correction */
 } Update;
 
 typedef struct {
@@ -80,6 +85,22 @@ INLINE float load(const void *values, int64_t i, int is_fp32) {
     return is_fp32 ? ((const float *)values)[i] : join(((const uint16_t *)values)[i], 0);
 }
 
+/* root / k.v_correction, correctly rounded, without the divider that the root and the step's own
+ * division keep busy. The reciprocal is correctly rounded and the first correction leaves an error
+ * below one unit of the last place, so the second one's result is the quotient.
+ * Source: Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000
+ * processor"; no root is so small that a remainder underflows. */
+INLINE float corrected(float root, Update k) {
+#ifdef __FMA__
+    float near = root * k.v_reciprocal;
+    float nearer = fmaf(fmaf(-near, k.v_correction, root), k.v_reciprocal, near);
+    float quotient = fmaf(fmaf(-nearer, k.v_correction, root), k.v_reciprocal, nearer);
+    return near > FLT_MAX ? near : quotient; /* infinity has no remainder */
+#else
+    return root / k.v_correction;
+#endif
+}
+
 INLINE void store_moment(void *values, int64_t i, int is_bf16, float value) {
     if (is_bf16)
         ((uint16_t *)values)[i] = round_to_bf16(to_bits(value));
@@ -101,7 +122,7 @@ INLINE void update(uint16_t *restrict upper, int16_t *restrict lower, void *rest
         float m_old = load(m, i, !bf16), v_old = load(v, i, !bf16);
         float m_new = fmaf(lerp, g - m_old, weight_is_small ? m_old : g);
         float v_new = fmaf(k.v_weight * g, g, v_old * k.v_decay);
-        float denominator = sqrtf(v_new) / k.v_correction + k.eps;
+        float denominator = corrected(sqrtf(v_new), k) + k.eps;
         if (!is_l2) p = p * k.weight_scale;
         p = p + k.step_size * m_new / denominator;
         uint32_t bits = to_bits(p);
@@ -152,19 +173,35 @@ INLINE int64_t within(int64_t start, int64_t size, int64_t end) {
     return start + size < end ? size : end - start;
 }
 
+INLINE void ask_for(const void *values, int64_t start, int64_t item_bytes) {
+    const char *from = (const char *)values + start * item_bytes;
+    for (int64_t at = 0; at < TILE * item_bytes; at += 64) __builtin_prefetch(from + at);
+}
+
+INLINE void ask_for_gradient(const Update *with, int64_t start) {
+    if (with) ask_for(with->grad, start, with->grad_is_fp32 ? 4 : 2);
+}
+
+static void ask_for_tile(const Pass *pass, int64_t start) {
+    const State *s = &pass->state;
+    if (start + TILE > s->length) return;
+    int64_t moment_bytes = s->moments_are_bf16 ? 2 : 4;
+    ask_for(s->upper, start, 2);
+    ask_for(s->lower, start, 2);
+    ask_for(s->m, start, moment_bytes);
+    ask_for(s->v, start, moment_bytes);
+    ask_for_gradient(pass->commit, start);
+    ask_for_gradient(pass->preview, start);
+}
+
 static void pass_block(const void *work, int64_t block) {
     const Pass *pass = work;
     int64_t start = block * BLOCK, length = within(start, BLOCK, pass->state.length);
-    if (!pass->preview) {
-        commit_range(pass, start, length);
-    } else if (!pass->commit) {
-        preview_range(pass, start, length);
-    } else {
-        for (int64_t tile = start; tile < start + length; tile += TILE) {
-            int64_t tile_length = within(tile, TILE, start + length);
-            commit_range(pass, tile, tile_length);
-            preview_range(pass, tile, tile_length);
-        }
+    for (int64_t tile = start; tile < start + length; tile += TILE) {
+        int64_t tile_length = within(tile, TILE, start + length);
+        ask_for_tile(pass, tile + AHEAD);
+        if (pass->commit) commit_range(pass, tile, tile_length);
+        if (pass->preview) preview_range(pass, tile, tile_length);
     }
 }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -96,6 +96,21 @@ class Chunk:
         return self.arriving is None and (self.pending is None or self.pending.is_final)
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether its step is decided and the accelerator lacks its weights."""
+        return not self.is_sent and not self.is_undecided
+
+    @property
+    def is_early(self) -> bool:
+        """Whether its gradient is there before the step is decided."""
+        return self.arriving is not None and not self.arriving.step.sealed and self.is_arrived
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that is left is to commit a step that was decided."""
+        return self.is_sent and self.pending is not None
+
+    @property
     def is_undecided(self) -> bool:
         """Whether it holds a gradient whose step is not decided."""
         gradient = self.arriving or self.pending
@@ -116,41 +131,43 @@ class Agenda:
     """Those whose gradients are on their way, as they will come."""
     arrived: list[tuple[int, Chunk]] = field(default_factory=list)
     """Those whose gradients are there, in forward order."""
-    idle: deque[Chunk] = field(default_factory=deque)
-    """Those with a step to commit."""
+    idle: list[tuple[int, Chunk]] = field(default_factory=list)
+    """Those with a step to commit, in forward order: their next gradients come last, when there is
+    least time for both."""
 
     def hurry(self, chunk: Chunk) -> None:
         """Note a chunk among the urgent ones."""
         heapq.heappush(self.urgent, (chunk.index, chunk))
 
-    def pop(self, lane: Lane) -> Chunk | None:
+    def leave(self, chunk: Chunk) -> None:
+        """Note a chunk among those that can wait."""
+        heapq.heappush(self.idle, (chunk.index, chunk))
+
+    def pop(self, lane: Lane, *, idle: bool) -> Chunk | None:
         """Return the most urgent chunk; one whose gradient is on its way if there is no other.
 
-        None where all are to be left to the other lanes.
+        A chunk is noted anew at every change, so what it was noted for before is passed over.
+
+        Args:
+            lane: that runs the pass.
+            idle: whether it takes those that can wait.
+
+        Returns: None where all are to be left to the other lanes.
         """
         while self.arriving and self.arriving[0].is_arrived:
             chunk = self.arriving.popleft()
             heapq.heappush(self.arrived, (chunk.index, chunk))
-        if lane.leaves and not self._has_more_than(lane.leaves):
+        heaps: list[_Noted] = [(self.urgent, _is_urgent), (self.arrived, _is_early)]
+        if idle:
+            heaps.append((self.idle, _is_idle))
+        if lane.leaves and not _hold_more_than(lane.leaves, heaps):
             return None
-        for heap in (self.urgent, self.arrived):
-            if (chunk := _pop_first(heap, lane)) is not None:
+        for noted in heaps:
+            if (chunk := _pop_first(noted, lane)) is not None:
                 return chunk
-        for noted in (self.idle, self.arriving):
-            if (chunk := next(filter(lane.takes, noted), None)) is not None:
-                noted.remove(chunk)
-                return chunk
-        return None
-
-    def _has_more_than(self, count: int) -> bool:
-        """Whether so many chunks could be taken at once; one may be noted more than once."""
-        ready = (chunk for heap in (self.urgent, self.arrived) for _, chunk in heap)
-        seen: set[int] = set()
-        for chunk in itertools.chain(ready, self.idle):
-            seen.add(chunk.index)
-            if len(seen) > count:
-                return True
-        return False
+        if (chunk := next(filter(lane.takes, self.arriving), None)) is not None:
+            self.arriving.remove(chunk)
+        return chunk
 
     def clear(self) -> None:
         """Forget what was noted, where nothing is left to do."""
@@ -158,12 +175,32 @@ class Agenda:
             noted.clear()
 
 
-def _pop_first(heap: list[tuple[int, Chunk]], lane: Lane) -> Chunk | None:
+_Noted = tuple[list[tuple[int, Chunk]], Callable[[Chunk], bool]]
+"""Chunks by their index, and whether one still is what it was noted for."""
+_is_urgent, _is_early, _is_idle = map(attrgetter, ("is_urgent", "is_early", "is_idle"))
+
+
+def _hold_more_than(count: int, heaps: Iterable[_Noted]) -> bool:
+    """Whether so many chunks could be taken at once."""
+    seen: set[int] = set()
+    for heap, holds in heaps:
+        for index, chunk in heap:
+            if holds(chunk):
+                seen.add(index)
+            if len(seen) > count:
+                return True
+    return False
+
+
+def _pop_first(noted: _Noted, lane: Lane) -> Chunk | None:
     """Pop the first chunk that a lane takes."""
+    heap, holds = noted
     left: list[tuple[int, Chunk]] = []
     found = None
     while heap and found is None:
         entry = heapq.heappop(heap)
+        if not holds(entry[1]):
+            continue
         if lane.takes(entry[1]):
             found = entry[1]
         else:

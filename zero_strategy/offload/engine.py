@@ -3,9 +3,9 @@
 Clipping needs the norm of all gradients, which is known only when the last one has arrived. A
 chunk need not wait: at arrival its weights are *previewed* with scale 1 and sent, while master
 weights and moments stay at the step before. When the norm asks for another scale, only the preview
-is repeated. The step is *committed* by the pass over the chunk's next gradient, with the scale that
-was decided. Nothing is ever undone, and a step whose norm is not finite is dropped before anything
-was written.
+is repeated. The step is *committed* with the scale that was decided: by the pass over the chunk's
+next gradient, or before it where a lane has nothing else to do. Nothing is ever undone, and a step
+whose norm is not finite is dropped before anything was written.
 
     filling -- last piece of the gradient --> arriving -- pass --> pending -- commit --> free
                                                                    |     ^
@@ -106,10 +106,10 @@ class OffloadEngine:
         self._current: Step | None = None
         self._sums: dict[str, Tensor] = {}
         self._received: set[str] = set()
-        self._squares: list[Tensor] = []
+        self.squares: dict[str, Tensor] = {}
+        """Parameter -> square of its gradient's norm, 0-dim, fp64, of the step in progress."""
         self._changed = threading.Condition()
         self._flushing = False
-        self._starved = False
         self._closed = True
         self._workers: list[threading.Thread] = []
         self._failure: BaseException | None = None
@@ -160,7 +160,7 @@ class OffloadEngine:
         self._received.add(name)
         # Rounded on the device, so that the norm is of what is applied.
         grad = grad.to(self._grad_dtype)
-        self._squares.append(torch._foreach_norm([grad], 2, dtype=torch.float64)[0].square())
+        self.squares[name] = torch._foreach_norm([grad], 2, dtype=torch.float64)[0].square()
         if name in self.state.resident:
             self.state.resident.hold(name, grad)
         for chunk in self._of_parameter[name]:
@@ -189,14 +189,8 @@ class OffloadEngine:
             if not self._slots.num_free:
                 # Chunks that wait for more of their gradient hold two slots. With their earlier
                 # steps committed, one slot per chunk is enough.
-                self._starved = True
-                for chunk in self._chunks:
-                    if chunk.filling is not None:
-                        self._queue(chunk)
-                self._changed.notify_all()
                 with self._meter.slot_wait():
                     self._changed.wait_for(lambda: self._slots.num_free or self._failure)
-                self._starved = False
             self._raise_failure()
             return self._slots.take()
 
@@ -227,9 +221,9 @@ class OffloadEngine:
         Call after the last backward. No host sync.
         """
         self._complete()
-        if not self._squares:
+        if not self.squares:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack(self._squares).sum()
+        return torch.stack([*self.squares.values()]).sum()
 
     def seal(self, scale: float | None, hyper: Hyper) -> None:
         """Decide on the step whose gradients have arrived.
@@ -245,7 +239,7 @@ class OffloadEngine:
         self._complete()
         step, self._current = self._current, None
         received, self._received = self._received, set()
-        self._squares = []
+        self.squares = {}
         if step is None:
             return
         if scale is None:
@@ -396,17 +390,14 @@ class OffloadEngine:
                 self._agenda.arriving.append(chunk)
         elif not chunk.is_sent and not chunk.is_undecided:
             self._agenda.hurry(chunk)
-        elif pending is not None and pending.step.sealed and self._commits_early(chunk):
-            self._agenda.idle.append(chunk)
-
-    def _commits_early(self, chunk: Chunk) -> bool:
-        """Whether a decided step is committed without waiting for the chunk's next gradient."""
-        starved = self._starved and chunk.filling is not None
-        return self._flushing or self.mode != "deferred" or starved
+        elif pending is not None and pending.step.sealed:
+            self._agenda.leave(chunk)
 
     def _next(self, lane: Lane) -> Pass | None:
         """Choose a pass. Under the lock."""
-        while (chunk := self._agenda.pop(lane)) is not None:
+        # A commit ahead of its time is worth a core, but not the link that weights are sent on.
+        spares = not lane.leaves or self._flushing or self.mode != "deferred"
+        while (chunk := self._agenda.pop(lane, idle=spares)) is not None:
             if not chunk.busy and (chosen := self._choose(chunk)):
                 self._meter.chose(chunk, self._agenda)
                 return chosen
@@ -434,11 +425,12 @@ class OffloadEngine:
             return Pass(chunk, send=True)
         if not pending.is_final:
             return Pass(chunk, preview=pending, scale=pending.step.scale)
-        return Pass(chunk, commit=pending) if self._commits_early(chunk) else None
+        return Pass(chunk, commit=pending)
 
     def _work(self, lane: Lane) -> None:
         try:
             while True:
+                lane.await_room()
                 with self._changed:
                     while (chosen := None if self._closed else self._next(lane)) is None:
                         if self._closed:

@@ -76,7 +76,6 @@ class Meter:
         """Count the chunks that wait when a lane takes one of them."""
         # By index: a chunk whose step was decided while it waited is noted twice.
         waiting = {index for index, _ in (*agenda.urgent, *agenda.arrived)}
-        waiting.update(other.index for other in agenda.idle)
         self._max_waiting = max(self._max_waiting, len(waiting | {chunk.index}))
 
     def passed(self, lane: Lane, chosen: Pass, ended: Ended) -> None:

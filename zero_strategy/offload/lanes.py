@@ -85,6 +85,10 @@ class Lane(Protocol):
         """Whether it can run passes over a chunk."""
         ...
 
+    def await_room(self) -> None:
+        """Block until a pass can begin, so that it is chosen by what is most urgent then."""
+        ...
+
     def run(
         self,
         state: AdamState,
@@ -130,6 +134,10 @@ class CpuLane(Lane):
     def takes(self, chunk: Holder) -> bool:
         """Every chunk."""
         return True
+
+    def await_room(self) -> None:
+        """Wait for the buffer of the weights that were sent first."""
+        self._wires[0][1].wait()
 
     def run(
         self,
@@ -208,6 +216,10 @@ class StreamLane(Lane):
         """Those that the GPU can read."""
         return chunk.is_pinned
 
+    def await_room(self) -> None:
+        """Wait for a slot on the GPU."""
+        self._slots[0][1].wait()
+
     def run(
         self,
         state: AdamState,
@@ -218,7 +230,6 @@ class StreamLane(Lane):
     ) -> Ended:
         """Queue a pass; waits until a slot on the GPU is free."""
         slot, free = self._slots.popleft()
-        # On the host, so that passes are chosen late, by what is most urgent then.
         free.wait()
         n = state.length
         here = slot.state.narrow(0, n)
