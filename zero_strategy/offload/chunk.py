@@ -107,8 +107,10 @@ class Chunk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that is left is to commit a step that was decided."""
-        return self.is_sent and self.pending is not None
+        """Whether nothing can be done but to commit a step that was decided."""
+        if self.pending is None or not self.pending.is_final:
+            return False
+        return self.arriving is None or not self.is_arrived
 
     @property
     def is_undecided(self) -> bool:
@@ -144,7 +146,7 @@ class Agenda:
         heapq.heappush(self.idle, (chunk.index, chunk))
 
     def pop(self, lane: Lane, *, idle: bool) -> Chunk | None:
-        """Return the most urgent chunk; one whose gradient is on its way if there is no other.
+        """Return the most urgent chunk that nothing has to be waited for.
 
         A chunk is noted anew at every change, so what it was noted for before is passed over.
 
@@ -152,7 +154,7 @@ class Agenda:
             lane: that runs the pass.
             idle: whether it takes those that can wait.
 
-        Returns: None where all are to be left to the other lanes.
+        Returns: None where there is none, or all are to be left to the other lanes.
         """
         while self.arriving and self.arriving[0].is_arrived:
             chunk = self.arriving.popleft()
@@ -165,9 +167,18 @@ class Agenda:
         for noted in heaps:
             if (chunk := _pop_first(noted, lane)) is not None:
                 return chunk
-        if (chunk := next(filter(lane.takes, self.arriving), None)) is not None:
-            self.arriving.remove(chunk)
-        return chunk
+        return None
+
+    def awaited(self) -> tuple[Copied, ...]:
+        """Return the copies of the gradient that will be there first; none if none is on its way.
+
+        A lane waits for them without a chunk in its hands: on the accelerator's streams what waits
+        would hold up all that was queued after it.
+        """
+        for chunk in self.arriving:
+            if chunk.arriving is not None and chunk.arriving.copies:
+                return tuple(chunk.arriving.copies)
+        return ()
 
     def clear(self) -> None:
         """Forget what was noted, where nothing is left to do."""

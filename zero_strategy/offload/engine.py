@@ -409,6 +409,8 @@ class OffloadEngine:
             self._slots.give(arriving.slot, Several(arriving.copies))
             self._changed.notify_all()
             arriving = chunk.arriving = None
+        if arriving is not None and not arriving.step.sealed and not chunk.is_arrived:
+            return Pass(chunk, commit=pending) if pending is not None else None
         if arriving is not None:
             scale = arriving.step.scale
             if scale is None and self.mode != "deferred":
@@ -427,19 +429,29 @@ class OffloadEngine:
             return Pass(chunk, preview=pending, scale=pending.step.scale)
         return Pass(chunk, commit=pending)
 
-    def _work(self, lane: Lane) -> None:
-        try:
-            while True:
-                lane.await_room()
-                with self._changed:
-                    while (chosen := None if self._closed else self._next(lane)) is None:
-                        if self._closed:
-                            return
-                        self._changed.wait()
+    def _await_pass(self, lane: Lane) -> tuple[Pass, Stepped | None, Stepped | None] | None:
+        """Return a pass with what it commits and previews; None where the engine is closed."""
+        while True:
+            lane.await_room()
+            with self._changed:
+                while (chosen := None if self._closed else self._next(lane)) is None:
+                    if self._closed:
+                        return None
+                    if awaited := self._agenda.awaited():
+                        break
+                    self._changed.wait()
+                else:
                     chosen.chunk.busy = True
                     # As it is now: the step may be decided while the pass runs.
                     commit = chosen.commit and chosen.commit.decided()
                     preview = chosen.preview and chosen.preview.stepped(chosen.scale)
+                    return chosen, commit, preview
+            Several(awaited).wait()
+
+    def _work(self, lane: Lane) -> None:
+        try:
+            while (found := self._await_pass(lane)) is not None:
+                chosen, commit, preview = found
                 ended = lane.run(
                     chosen.chunk.state,
                     commit,
