@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.delayed import DelayedLane, DelayedLink
 from zero_strategy.kernels.adam import AdamStep
 from zero_strategy.offload.engine import OffloadEngine
+from zero_strategy.offload.help import HelpTrial
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.layout import Layout
@@ -199,6 +200,7 @@ class Run:
             link=link,
             grad_dtype=grad_dtype,
             spare_slots=3,
+            trial=HelpTrial() if lanes.endswith("both") else None,
             pinned=pinned,
         )
         self.decay = {

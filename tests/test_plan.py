@@ -8,7 +8,7 @@ import pytest
 from zero_strategy.experiments.config import load_config
 from zero_strategy.experiments.plan_job import job_of
 from zero_strategy.offload.layout import Layout
-from zero_strategy.planning.job import Activations, Job, host_layout, host_units, shares
+from zero_strategy.planning.job import NUM_WIRES, Activations, Job, host_layout, host_units, shares
 from zero_strategy.planning.machines import H200
 from zero_strategy.planning.offload_plan import (
     choose_placement,
@@ -50,9 +50,11 @@ def with_gpu(num_bytes: int):
 
 
 def measured_job(*words: str, **changes) -> Job:
-    """The 3.37B decoder of the measured runs."""
+    """The 3.37B decoder of the measured runs, by the host's cores, in chunks of 16 M."""
     config = load_config("gpt_3.4b.yaml", ["trainer.strategy=zero3_offload", *words])
-    return dataclasses.replace(job_of(config, H200), **changes)
+    return dataclasses.replace(
+        job_of(config, H200), **{"lanes": "cpu", "chunk_elements": 16 << 20, **changes}
+    )
 
 
 # Placement.
@@ -111,7 +113,7 @@ def test_host_bytes_are_those_of_the_engines_chunks(grad_dtype):
     assert state.num_bytes == 12 * of_engine.length
     slots = num_chunks + num_chunks // 5
     assert gradients.num_bytes == itemsize * slots * of_engine.slot_length
-    assert wires.num_bytes == 2 * 4 * of_engine.slot_length
+    assert wires.num_bytes == 2 * NUM_WIRES * of_engine.slot_length
 
 
 def test_a_job_without_offload_has_nothing_in_host_memory_and_16_bytes_per_parameter():

@@ -19,7 +19,7 @@ PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 InitDevice = Literal["cpu", "meta"]
 Placement = Literal["auto", "host"]
 GradDtype = Literal["auto", "bf16", "fp32"]
-Lanes = Literal["cpu", "stream", "both"]
+Lanes = Literal["auto", "cpu", "stream", "both"]
 Moments = Literal["fp32", "bf16"]
 NonFinite = Literal["stop", "skip"]
 Spike = Literal["warn", "stop", "rollback"]
@@ -60,9 +60,10 @@ class OffloadConfig:
     grad_dtype: GradDtype = "auto"
     """Of gradients on their way to the host: "auto" takes bf16 where nothing is rounded by it (one
     rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
-    lanes: Lanes = "cpu"
+    lanes: Lanes = "auto"
     """What steps the state in host memory: the host's "cpu", the GPU, through which it is streamed
-    ("stream"), or "both", each taking what is most urgent. Without a GPU it is the CPU."""
+    ("stream"), or "both", each taking what is most urgent. "auto" tries in the first steps whether
+    the GPU's help makes them shorter. Without a GPU it is the CPU."""
     moments: Moments = "fp32"
     """Of Adam; "bf16" rounds them at every step and is not exact: 8 bytes per parameter of state
     instead of 12. Checkpoints hold fp32 in either case."""
@@ -72,7 +73,7 @@ class OffloadConfig:
     threads: int | None = None
     """Of a pass over the state; None takes this rank's share of the cores but two, which queue the
     device's work and the copies."""
-    chunk_elements: int = 16 << 20
+    chunk_elements: int = 8 << 20
     """Parameters that are copied and stepped together, a multiple of 64."""
 
     def problems(self) -> list[str]:
@@ -100,7 +101,7 @@ class OffloadConfig:
             found.append(refusal("zero.offload.threads", threads, allowed, fix))
         chunk = self.chunk_elements
         if type(chunk) is not int or chunk < 64 or chunk % 64:
-            fix = "Use 16777216."
+            fix = "Use 8388608."
             found.append(refusal("zero.offload.chunk_elements", chunk, ["a multiple of 64"], fix))
         return found
 

@@ -75,9 +75,10 @@ def _case(
         batch_size=batch_size,
         seq_len=4096,
         rounds=1,
-        warmup_steps=4,
+        # The first ones of each regime try the lanes.
+        warmup_steps=12,
         steps=10,
         timeout_s=timeout_s,
     )
-    settings: dict[str, Any] = {"settle_steps": 6, "traced_steps": 2, "rival_steps": 3, **options}
+    settings: dict[str, Any] = {"settle_steps": 18, "traced_steps": 2, "rival_steps": 3, **options}
     return OffloadStep(shape=shape, kinds=_KINDS, clipped_steps=clipped_steps, **settings)

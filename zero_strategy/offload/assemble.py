@@ -10,11 +10,12 @@ from torch import Tensor
 
 from zero_strategy.config import OffloadConfig
 from zero_strategy.offload.engine import OffloadEngine
+from zero_strategy.offload.help import HelpTrial
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.link import CudaLink, Link, link_for
 from zero_strategy.offload.tiers import TieredState
-from zero_strategy.planning.job import NUM_WIRES, STREAM_SLOTS, num_spare_slots
+from zero_strategy.planning.job import NUM_WIRES, STREAM_LEAVES, STREAM_SLOTS, num_spare_slots
 
 
 def make_engine(
@@ -42,6 +43,7 @@ def make_engine(
         link=link,
         grad_dtype=grad_dtype,
         spare_slots=num_spare_slots(len(state.host.layout.chunks)),
+        trial=HelpTrial() if config.lanes == "auto" else None,
         pinned=isinstance(link, CudaLink),
     )
 
@@ -58,8 +60,7 @@ def _make_lanes(
         threads = config.threads or _default_threads()
         lanes.append(CpuLane(link, length, num_wires=NUM_WIRES, threads=threads, pinned=on_gpu))
     if isinstance(link, CudaLink) and state.pinned:
-        # One chunk that waits is the CPU's: it is as fast and costs the GPU nothing.
-        leaves = len(lanes)
+        leaves = STREAM_LEAVES if lanes else 0
         lanes.append(
             StreamLane(
                 link,

@@ -39,6 +39,7 @@ from zero_strategy.offload.chunk import (
     targets_of,
 )
 from zero_strategy.offload.figures import EngineFigures, Meter
+from zero_strategy.offload.help import HelpTrial
 from zero_strategy.offload.host import SlotPool
 from zero_strategy.offload.lanes import Ended, Lane, Stepped
 from zero_strategy.offload.link import Copied, Link, Several
@@ -63,6 +64,7 @@ class OffloadEngine:
         link: moves gradients to the host.
         grad_dtype: of gradients on their way and until they are committed.
         spare_slots: gradients that can have arrived while every chunk holds one that is pending.
+        trial: decides whether lanes that leave chunks to others help; None lets them.
         pinned: register the gradients' memory with CUDA.
 
     What fails in the worker is raised by the next call from outside.
@@ -77,6 +79,7 @@ class OffloadEngine:
         link: Link,
         grad_dtype: torch.dtype,
         spare_slots: int,
+        trial: HelpTrial | None,
         pinned: bool,
     ) -> None:
         layout = state.host.layout
@@ -88,6 +91,8 @@ class OffloadEngine:
         """Previews that were repeated with another scale."""
         self._meter = Meter()
         self._lanes = tuple(lanes)
+        self._trial = trial
+        self._helps = True
         self._agenda = Agenda()
         self._link = link
         self._grad_dtype = grad_dtype
@@ -247,6 +252,8 @@ class OffloadEngine:
         else:
             self.state.resident.step(hyper, scale)
         with self._changed:
+            if self._trial is not None:
+                self._helps = self._trial.next_step(self.mode)
             changed = hyper != step.hyper
             step.hyper, step.scale, step.sealed = hyper, scale, True
             for chunk in self._chunks:
@@ -395,6 +402,8 @@ class OffloadEngine:
 
     def _next(self, lane: Lane) -> Pass | None:
         """Choose a pass. Under the lock."""
+        if lane.leaves and not self._helps:
+            return None
         # A commit ahead of its time is worth a core, but not the link that weights are sent on.
         spares = not lane.leaves or self._flushing or self.mode != "deferred"
         while (chunk := self._agenda.pop(lane, idle=spares)) is not None:

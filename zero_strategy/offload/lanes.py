@@ -129,15 +129,17 @@ class CpuLane(Lane):
         self._link = link
         self._threads = threads
         wires = buffers(num_wires, slot_length, torch.bfloat16, pinned=pinned)
-        self._wires = deque((wire, DONE) for wire in wires)
+        self._wires: list[tuple[Tensor, Copied]] = [(wire, DONE) for wire in wires]
+        """By use; with the end of what was sent from each."""
 
     def takes(self, chunk: Holder) -> bool:
         """Every chunk."""
         return True
 
     def await_room(self) -> None:
-        """Wait for the buffer of the weights that were sent first."""
-        self._wires[0][1].wait()
+        """Wait for a buffer whose weights were sent."""
+        if not any(sent.is_done() for _, sent in self._wires):
+            self._wires[0][1].wait()
 
     def run(
         self,
@@ -156,8 +158,7 @@ class CpuLane(Lane):
             if commit is not None:
                 self._commit(state, commit)
             return Ended(DONE, DONE)
-        wire, sent = self._wires.popleft()
-        sent.wait()
+        wire = self._take_wire()
         if preview is not None:
             self._preview(state, commit, preview, wire)
         else:
@@ -168,6 +169,13 @@ class CpuLane(Lane):
         sent = self._link.push(copies)
         self._wires.append((wire, sent))
         return Ended(sent, DONE, up_bytes=sum(target.nbytes for target, _ in copies))
+
+    def _take_wire(self) -> Tensor:
+        """Return the free buffer that was used last: it may still lie in the host's cache."""
+        free = [index for index, (_, sent) in enumerate(self._wires) if sent.is_done()]
+        wire, sent = self._wires.pop(free[-1] if free else 0)
+        sent.wait()
+        return wire
 
     def _commit(self, state: AdamState, commit: Stepped) -> None:
         commit_segments(state, commit, commit.grad, threads=self._threads)

@@ -9,8 +9,10 @@ from zero_strategy.config import GradDtype, Lanes, Moments, ZeroStage, grad_item
 from zero_strategy.offload.layout import Layout
 from zero_strategy.planning.sizes import UnitSize
 
-NUM_WIRES = 4
+NUM_WIRES = 8
 """Chunks of weights that can be on their way to the GPU at once."""
+STREAM_LEAVES = 16
+"""Waiting chunks that are the cores': the GPU helps beyond, since its help costs it time."""
 STREAM_SLOTS = 2
 """Chunks of streamed state that can be on the GPU at once."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from zero_strategy.planning.job import Job, host_units, num_spare_slots
@@ -105,6 +105,9 @@ def step_time(job: Job, machine: Machine, share: float | None) -> StepTime:
 
     Held against five measured steps of one H200 by `tests/test_plan.py`.
     """
+    if job.lanes == "auto":
+        ways = [replace(job, lanes="cpu"), replace(job, lanes="both")]
+        return min((step_time(way, machine, share) for way in ways), key=lambda t: t.step_s)
     queues = _Queues.of(job, machine)
     chosen = set(host_units(job.units, share or 0.0))
     offloaded = sum(job.units[name].trained for name in chosen)
