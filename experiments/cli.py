@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where a checkpoint is not whole, or two differ; 2 where the user gave something wrong,
         with the reason on stderr; 141 where the reader of the output, such as `head`, had gone.
+        Training ends the process by itself with 85 where a signal stopped it, with 86 where it
+        hung.
     """
     args = _parser().parse_args(argv)
     try:
@@ -89,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--field", default="text", help="key of the text in JSON Lines")
     build.set_defaults(run=_data_build)
 
-    checkpoint = commands.add_parser("checkpoint", help="checkpoint directories")
+    _add_checkpoint(commands.add_parser("checkpoint", help="checkpoint directories"))
+    return parser
+
+
+def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     actions = checkpoint.add_subparsers(required=True, metavar="COMMAND")
     verify = actions.add_parser("verify", help="whether it is what was written")
     verify.add_argument("directory", type=Path, help="checkpoint directory")
@@ -99,11 +105,32 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("one", type=Path, help="checkpoint directory")
     compare.add_argument("other", type=Path, help="checkpoint directory")
     compare.set_defaults(run=_checkpoint_diff)
+    convert = actions.add_parser("convert", help="one from another program's, to resume from")
+    # No paths, which would hide that a source is a URL.
+    convert.add_argument("source", help="of torch.distributed.checkpoint, Lightning or DeepSpeed")
+    convert.add_argument("target", type=Path, help="checkpoint directory to write")
+    convert.add_argument(
+        "--from",
+        dest="kind",
+        choices=("dcp", "lightning", "deepspeed"),
+        help="what the source is; by default its files tell",
+    )
+    convert.add_argument("--weights-only", action="store_true", help="leave optimizer states out")
+    convert.add_argument(
+        "--stored-dtypes",
+        action="store_true",
+        help="keep what DeepSpeed cast to 16 bits so; by default it becomes float32",
+    )
+    convert.add_argument(
+        "--unsafe-pickle",
+        action="store_true",
+        help="run what the source says to run, as a program that you trust",
+    )
+    convert.set_defaults(run=_checkpoint_convert)
     export = actions.add_parser("export", help="one file for other programs")
     export.add_argument("directory", type=Path, help="checkpoint directory")
     export.add_argument("out", type=Path, help="*.ckpt or *.safetensors")
     export.set_defaults(run=_checkpoint_export)
-    return parser
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -167,6 +194,24 @@ def _checkpoint_diff(args: argparse.Namespace) -> int:
     lines = list(diff(args.one, args.other))
     print("\n".join(lines) or "equal, every bit")
     return 1 if lines else 0
+
+
+def _checkpoint_convert(args: argparse.Namespace) -> None:
+    from zero_strategy.checkpoint.convert import convert
+    from zero_strategy.telemetry import text
+
+    done = convert(
+        args.source,
+        args.target,
+        kind=args.kind,
+        weights_only=args.weights_only,
+        stored_dtypes=args.stored_dtypes,
+        unsafe_pickle=args.unsafe_pickle,
+    )
+    size = text.gib(done.num_bytes)
+    print(f"{args.target}: from {done.kind}, {done.num_tensors} tensors, {size}")
+    for note in done.notes:
+        print(f"  {note}")
 
 
 def _checkpoint_export(args: argparse.Namespace) -> None:
