@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -13,7 +11,6 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from zero_strategy import seams
 from zero_strategy.data import ByteTokenizer, TokenDataModule
 from zero_strategy.experiments.schema import RunConfig
 from zero_strategy.experiments.tasks import generate
@@ -25,7 +22,7 @@ from zero_strategy.strategy import ZeroStrategy
 class KeepLast(Checkpoint):
     """Keeps one checkpoint: the state after the last optimizer step that was saved.
 
-    It is saved every `save_every` steps, at the end of training, and when SIGTERM stops the run.
+    It is saved every `save_every` steps, at the end of training, and when a signal stops the run.
     A stop comes after some micro-batches of a step that is never made. Their gradients are lost,
     so the counts of what was read go back to where the last step left them.
 
@@ -53,6 +50,8 @@ class KeepLast(Checkpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = self._saved_step = trainer.global_step
+        if isinstance(trainer.strategy, ZeroStrategy):
+            trainer.strategy.check_room(self.path)
 
     @override
     def on_train_batch_end(
@@ -98,40 +97,6 @@ class KeepLast(Checkpoint):
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(self.path)
         self._saved_step = self._step
-
-
-@final
-class StopTogether(Callback):
-    """Lets SIGTERM to any rank of a DDP run stop all of them after the same micro-batch.
-
-    Lightning's handler broadcasts from within the signal, where the other ranks are in another
-    collective: the run would hang. The strategies of this package agree by themselves.
-
-    Cost: one all-reduce of a number per micro-batch, for which the host waits.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The Trainer gives the earlier handlers back when it ends.
-        signal.signal(signal.SIGTERM, self._note)
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
-            seams.request_stop(trainer)
-
-    def _note(self, signum: int, _: FrameType | None) -> None:
-        self._asked = True
 
 
 @final

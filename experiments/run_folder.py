@@ -46,6 +46,9 @@ LIVE = (
     *("trainer.strategy", "trainer.compile", "trainer.init", "trainer.accelerator"),
     *("trainer.devices", "trainer.num_nodes", "trainer.val_every", "trainer.val_batches"),
     *("trainer.save_every", "trainer.save_best", "trainer.log_every"),
+    "trainer.requeue",
+    *("guards.non_finite", "guards.max_skipped", "guards.spike_sigmas", "guards.spike"),
+    *("guards.hang_timeout_s", "guards.uneven", "guards.check_flow"),
     *("sample.prompt", "sample.num_tokens", "sample.temperature"),
 )
 

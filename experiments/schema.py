@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from zero_strategy.config import GuardConfig, NonFinite, Spike, Uneven
 from zero_strategy.data.corpus import CORPORA
 from zero_strategy.data.tokens import ByteTokenizer, TokenFile
 from zero_strategy.experiments.models.gpt import GPTConfig
@@ -15,6 +17,7 @@ StrategyName = Literal[
     "auto", "ddp", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"
 ]
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+_GUARDS = GuardConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +136,8 @@ class TrainerConfig:
     """Keep a second checkpoint: that of the lowest validation loss."""
     log_every: int = 10
     """Optimizer steps between log lines."""
+    requeue: bool = False
+    """After SIGUSR1 has stopped a SLURM job, put it back into the queue."""
 
     def problems(self, path: str = "trainer") -> list[str]:
         """Return every broken rule, one line each."""
@@ -180,6 +185,45 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GuardsConfig:
+    """What is watched while a run trains, as in `zero_strategy.GuardConfig`."""
+
+    non_finite: NonFinite = _GUARDS.non_finite
+    """What a gradient norm that is not finite does."""
+    max_skipped: int = _GUARDS.max_skipped
+    """Steps skipped in a row after which the run ends."""
+    spike_sigmas: float | None = _GUARDS.spike_sigmas
+    """Robust standard deviations above the last losses; null looks for no spikes."""
+    spike: Spike = _GUARDS.spike
+    """What a spike of the loss does."""
+    hang_timeout_s: float | None = 1200.0
+    """Seconds after which a rank that does nothing ends the run; null waits."""
+    uneven: Uneven = _GUARDS.uneven
+    """What happens where some rank runs out of batches first."""
+    check_flow: bool = _GUARDS.check_flow
+    """Compare which unit each rank calls, at each call; the hosts wait for one another there."""
+
+    def problems(self, path: str = "guards") -> list[str]:
+        """Return every broken rule, one line each."""
+        optional = [n for n in ("spike_sigmas", "hang_timeout_s") if getattr(self, n) is not None]
+        rules = [*at_least(self, 1, "max_skipped"), *above_zero(self, *optional)]
+        return broken(path, self, rules)
+
+    def to_guards(self) -> GuardConfig:
+        """Return the same as the strategy takes it."""
+        limit = self.hang_timeout_s
+        return GuardConfig(
+            non_finite=self.non_finite,
+            max_skipped=self.max_skipped,
+            spike_sigmas=self.spike_sigmas,
+            spike=self.spike,
+            hang_timeout=None if limit is None else timedelta(seconds=limit),
+            uneven=self.uneven,
+            check_flow=self.check_flow,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
     """The text written at the end of a run, where the tokens are bytes."""
 
@@ -213,6 +257,8 @@ class RunConfig:
     data: DataConfig
     optim: OptimConfig
     trainer: TrainerConfig
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    """Zero strategies only."""
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def problems(self) -> list[str]:
@@ -222,6 +268,12 @@ class RunConfig:
             self.optim.warmup_steps,
             self.trainer.max_steps,
         )
+        strategy, unwatched = self.trainer.strategy, GuardsConfig()
+        changed = [
+            f.name
+            for f in fields(GuardsConfig)
+            if getattr(self.guards, f.name) != getattr(unwatched, f.name)
+        ]
         return broken(
             "",
             self,
@@ -251,6 +303,15 @@ class RunConfig:
                     self.data.num_workers <= 64,
                     "at most 64",
                     "Use 2; rows are cheap to read.",
+                ),
+                *(
+                    Rule(
+                        f"guards.{name}",
+                        strategy.startswith("zero"),
+                        f'left out with strategy "{strategy}", which has no guards',
+                        'Remove it, or use strategy "zero3".',
+                    )
+                    for name in changed
                 ),
             ],
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,16 +20,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from zero_strategy.config import refusal
 from zero_strategy.data import TokenDataModule
 from zero_strategy.experiments import run_folder
-from zero_strategy.experiments.callbacks import KeepLast, SampleText, StopTogether
+from zero_strategy.experiments.callbacks import KeepLast, SampleText
 from zero_strategy.experiments.rules import ConfigError
 from zero_strategy.experiments.schema import RunConfig, TrainerConfig
+from zero_strategy.experiments.stopping import STOPPED_EXIT_CODE, StopOnSignal, requeue
 from zero_strategy.experiments.tasks import TokenTask
 from zero_strategy.monitor import Monitor
 from zero_strategy.presets import PRESETS
 from zero_strategy.strategy import ZeroStrategy
-
-# What a shell reports of a program that SIGTERM ended: 128 + 15.
-STOPPED_EXIT_CODE = 143
 
 # Beyond so many processes per core a step takes longer than anyone waits: a slip of the finger.
 MAX_PROCESSES_PER_CORE = 8
@@ -48,7 +47,7 @@ def train(config: RunConfig) -> None:
 
     Raises:
         ConfigError: this machine or the folder does not fit the configuration.
-        SystemExit: SIGTERM stopped the run; its state is saved.
+        SystemExit: a signal stopped the run; its state is saved.
     """
     run_dir = Path(config.out_dir)
     accelerator, devices = choose_devices(config.trainer)
@@ -85,7 +84,7 @@ def run(config: RunConfig, trainer: pl.Trainer, data: TokenDataModule, last: Pat
     """Fit from a checkpoint or from the start, and record what became of it.
 
     Raises:
-        SystemExit: SIGTERM stopped the run; its state is saved.
+        SystemExit: a signal stopped the run; its state is saved.
     """
     run_dir = Path(config.out_dir)
     task = TokenTask(config, tokens_per_byte=len(data.tokens.ids) / data.tokens.num_bytes)
@@ -98,12 +97,15 @@ def run(config: RunConfig, trainer: pl.Trainer, data: TokenDataModule, last: Pat
         if not trainer.is_global_zero:
             raise
         print(
-            f"stopped by SIGTERM after step {trainer.global_step}, saved in "
+            f"stopped by a signal after step {trainer.global_step}, saved in "
             f"{run_dir / run_folder.LAST_CHECKPOINT}. The same command goes on from there."
             if trainer.global_step
-            else "stopped by SIGTERM before the first step. The same command starts again.",
+            else "stopped by a signal before the first step. The same command starts again.",
             flush=True,
         )
+        stop = next(c for c in cast(Any, trainer).callbacks if isinstance(c, StopOnSignal))
+        if config.trainer.requeue and stop.signum == signal.SIGUSR1:
+            print(requeue(), flush=True)
         raise SystemExit(STOPPED_EXIT_CODE) from None
     step, max_steps = trainer.global_step, config.trainer.max_steps
     if step > max_steps:
@@ -125,14 +127,16 @@ def make_data(config: RunConfig) -> TokenDataModule:
     )
 
 
-def make_strategy(config: TrainerConfig) -> Any:
+def make_strategy(config: RunConfig) -> Any:
     """Return what `Trainer(strategy=...)` takes."""
-    if not config.strategy.startswith("zero"):
-        return config.strategy
+    trainer = config.trainer
+    if not trainer.strategy.startswith("zero"):
+        return trainer.strategy
     return ZeroStrategy(
-        **cast(Any, PRESETS[config.strategy]),
-        compile="blocks" if config.compile == "blocks" else None,
-        init=config.init,
+        **cast(Any, PRESETS[trainer.strategy]),
+        compile="blocks" if trainer.compile == "blocks" else None,
+        init=trainer.init,
+        guards=config.guards.to_guards(),
     )
 
 
@@ -148,7 +152,7 @@ def make_trainer(
         best.parent, best.stem, monitor="val_loss", enable_version_counter=False
     )
     return pl.Trainer(
-        strategy=make_strategy(trainer),
+        strategy=make_strategy(config),
         accelerator=accelerator,
         devices=devices,
         num_nodes=trainer.num_nodes,
@@ -166,7 +170,7 @@ def make_trainer(
         callbacks=[
             monitor,
             SampleText(config),
-            *([StopTogether()] if trainer.strategy == "ddp" else []),
+            StopOnSignal(),
             *([keep_best] if trainer.save_best else []),
             KeepLast(last, trainer.save_every, data=data, monitor=monitor),
         ],

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from zero_strategy.control import control_group
 
@@ -40,3 +42,29 @@ def collectives() -> Iterator[Counter[str]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counts[func.overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def scalar_reads() -> Iterator[Counter[str]]:
+    """Counts `aten::_local_scalar_dense`, as which reading a number of a tensor shows everywhere.
+
+    On an accelerator the host waits for each of them.
+    """
+    counts: Counter[str] = Counter()
+    reads: Counter[str] = Counter()
+    with _Reads(counts):
+        try:
+            yield reads
+        finally:
+            reads["reads"] = counts["aten::_local_scalar_dense"]

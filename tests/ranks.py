@@ -11,7 +11,7 @@ import pickle
 import socket
 import traceback
 import warnings
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -77,7 +77,7 @@ class Ranks:
 
 def _follows_another(failure: str) -> bool:
     """Whether a rank failed because another one did, whose words say more."""
-    return "Connection closed" in failure or "did not answer" in failure
+    return any(words in failure for words in ("Connection closed", "did not answer", " died"))
 
 
 _pools: dict[int, Ranks] = {}
@@ -112,6 +112,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    # A daemon may not start the workers of a DataLoader, and these end with it anyway.
+    vars(current_process())["_config"]["daemon"] = False
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     warnings.simplefilter("ignore")

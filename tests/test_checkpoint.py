@@ -26,7 +26,7 @@ from tests import lit
 from tests.counting import collectives
 from tests.ranks import ranks
 from tests.runs import FP32_TOLERANCE, ROWS, Run, assert_same, fit, refusal
-from zero_strategy.checkpoint import storage, trainer_state
+from zero_strategy.checkpoint import storage
 from zero_strategy.checkpoint.export import export
 from zero_strategy.checkpoint.plain import plain
 
@@ -355,19 +355,19 @@ def test_removing_deletes_a_checkpoint_and_never_anything_else(tmp_path: Path) -
 
 def keep_one_while_saves_are_spoilt(folder: str) -> tuple[list[str], list[str]]:
     """Names and warnings of a run that keeps one checkpoint, whose second save goes bad at once."""
-    write = trainer_state.write
+    write = storage.Save.write
     saves = []
 
-    def spoil(path: Path, checkpoint: Any) -> None:
-        write(path, checkpoint)
-        saves.append(path)
+    def spoil(save: storage.Save) -> None:
+        write(save)
+        saves.append(save.path)
         if len(saves) == 2 and dist.get_rank() == 0:
-            os.truncate(path / "tensors-0.safetensors", 100)
+            os.truncate(save.path / "tensors-0.safetensors", 100)
 
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(trainer_state, "write", spoil)
+        patch.setattr(storage.Save, "write", spoil)
         run = lit.trainer("zero3", max_steps=2, callbacks=[keeper], enable_checkpointing=True)
         run.fit(lit.Lit(), lit.loader())
         dist.barrier()

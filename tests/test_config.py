@@ -25,7 +25,11 @@ MUTATIONS = {
     "optim.max_steps=10": ("optim.max_steps", "a known key", "Use trainer.max_steps."),
     "trainer.precison=32-true": ("trainer.precison", "a known key", "Use trainer.precision."),
     "sede=3": ("sede", "a known key", "Use seed."),
-    "zzzz=3": ("zzzz", "a known key", "Known sections: model, data, optim, trainer, sample."),
+    "zzzz=3": (
+        "zzzz",
+        "a known key",
+        "Known sections: model, data, optim, trainer, guards, sample.",
+    ),
     "model._target_=os.system": ("model._target_", "a known key", "Use model.tied."),
     "defaults=[gpt_1b.yaml]": ("defaults", "a known key", "Use data."),
     # Wrong types.
@@ -68,6 +72,11 @@ MUTATIONS = {
     "data.num_workers=-1": ("data.num_workers", "at least 0", "Use 0 or more."),
     "trainer.max_steps=0": ("trainer.max_steps", "at least 1", "Use 1 or more."),
     "trainer.accumulate=0": ("trainer.accumulate", "at least 1", "Use 1 or more."),
+    "guards.non_finite=ignore": ("guards.non_finite", "one of stop, skip", 'Use "stop".'),
+    "guards.max_skipped=0": ("guards.max_skipped", "at least 1", "Use 1 or more."),
+    "guards.spike_sigmas=0": ("guards.spike_sigmas", "above 0", "Use a positive number."),
+    "guards.spike=roll": ("guards.spike", "one of warn, stop, rollback", 'Use "rollback".'),
+    "guards.hang_timeout_s=-1": ("guards.hang_timeout_s", "above 0", "Use a positive number."),
     "sample.temperature=0": ("sample.temperature", "above 0", "Use a positive number."),
     "seed=-1": ("seed", "at least 0", "Use 0 or more."),
     "out_dir=''": ("out_dir", "a folder name", 'Use "runs/first".'),
@@ -80,6 +89,11 @@ MUTATIONS = {
     "model.vocab_size=256": ("model.vocab_size", "at least 257, the ids of", "Use 257."),
     "optim.warmup_steps=400": ("optim.warmup_steps", "below trainer.max_steps = 400", "Use 40"),
     "data.corpus=nowhere.tok": ("data.corpus", "builtin, stdlib or an existing", "Make one with"),
+    "guards.non_finite=skip trainer.strategy=ddp": (
+        "guards.non_finite",
+        'left out with strategy "ddp"',
+        'or use strategy "zero3".',
+    ),
     "trainer.strategy=ddp trainer.compile=blocks": (
         "trainer.compile",
         '"none" with strategy "ddp"',

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -317,3 +318,25 @@ def _other_buffer(name: str) -> None:
 def test_a_buffer_on_one_rank_only_is_refused() -> None:
     with pytest.raises(RankError, match=r"ranks \[1\] built another module than rank 0"):
         ranks(2).run(_other_buffer, "zero3")
+
+
+class _SamplingAlone(Callback):
+    """Rank 0 alone calls the module after each validation, also before the first step."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        with trainer.strategy.inference():
+            if trainer.global_rank == 0:
+                pl_module(lit.Tokens(2).rows[:, :-1])
+
+
+def _fit_and_sample(name: str, callbacks: list[Callback]) -> list[float]:
+    module = lit.Lit()
+    run = lit.trainer(name, max_steps=4, val_check_interval=2, callbacks=callbacks)
+    run.fit(module, lit.loader(), lit.loader(24))
+    return module.losses
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_training_goes_on_after_one_rank_alone_has_called_the_module(name: str) -> None:
+    undisturbed = ranks(2).run(_fit_and_sample, name, [])
+    assert ranks(2).run(_fit_and_sample, name, [_SamplingAlone()], timeout_s=20) == undisturbed

@@ -40,6 +40,8 @@ LIGHTNING_FILES = {
     "zero_strategy/monitor.py",
     "zero_strategy/ema.py",
     "zero_strategy/events.py",
+    "zero_strategy/guarding.py",
+    "zero_strategy/watching.py",
     "zero_strategy/data/module.py",
 }
 LIGHTNING_WHEN_CALLED = {"zero_strategy/autoload.py"}

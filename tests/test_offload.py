@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import zero_strategy.offloading
 from tests import lit
@@ -232,11 +231,7 @@ def _resume(name: str, path: str, max_steps: int) -> tuple[dict[str, Tensor], li
     module = Lit()
     module.calls = 4
     run = lit.trainer(name, **_options(3, 1, 0.5) | {"max_steps": max_steps})
-    # Lightning replays an epoch it cannot seek in: give it the rest alone.
-    rest = Subset(lit.Tokens(), range(4 * lit.GLOBAL_BATCH, 300))
-    sampler = DistributedSampler(rest, shuffle=False)
-    batch_size = lit.GLOBAL_BATCH // dist.get_world_size()
-    run.fit(module, DataLoader(rest, batch_size=batch_size, sampler=sampler), ckpt_path=path)
+    run.fit(module, lit.loader(), ckpt_path=path)
     return _state(run, module), module.losses
 
 

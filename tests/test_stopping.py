@@ -153,3 +153,45 @@ def _break_alone(path: str) -> None:
 def test_a_rank_that_fails_alone_does_not_wait_for_a_save_that_nobody_joins(tmp_path: Any) -> None:
     with pytest.raises(RankError, match="the other ranks did not join within 2 s"):
         ranks(2).run(_break_alone, str(tmp_path), timeout_s=15)
+
+
+class _TimeIsUp(lit.Lit):
+    """In its third micro-batch, rank 1 gets the signal that SLURM sends before it ends a job."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        connector: Any = self.trainer._signal_connector
+        if index == 2 and self.trainer.global_rank == 1:
+            connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+        vars(self)["inside"] = True
+        loss = super().training_step(batch, index)
+        vars(self)["inside"] = False
+        return loss
+
+
+def _requeue(path: str) -> tuple[list[int], int]:
+    """The steps at which Lightning saved and requeued the job, and the run's last one."""
+    module, saved = _TimeIsUp(), []
+    run = lit.trainer("zero3", max_steps=6)
+
+    def handle(connector: Any, signum: int, _: Any) -> None:
+        assert not vars(module)["inside"]
+        saved.append(connector.trainer.global_step)
+        connector.trainer.save_checkpoint(path)
+
+    kind = type(run._signal_connector)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "_slurm_sigusr_handler_fn", handle)
+        run.fit(module, lit.loader())
+    return saved, run.global_step
+
+
+def test_slurms_signal_to_one_rank_saves_once_on_all_between_two_micro_batches(
+    tmp_path: Path,
+) -> None:
+    found = ranks(2).run(_requeue, str(tmp_path / "hpc.ckpt"))
+    assert found[0] == found[1]
+    (steps, last), _ = found
+    assert last == 6, "the run goes on, as under Lightning"
+    assert len(steps) == 1
+    assert steps[0] in (3, 4, 5)
+    zero_strategy.load_state_dict(tmp_path / "hpc.ckpt")

@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.small_run import SHORT, zs_train
+from zero_strategy.config import GuardConfig
 from zero_strategy.experiments import train as training
 from zero_strategy.experiments.config import load_config
 from zero_strategy.experiments.rules import ConfigError
@@ -130,3 +132,19 @@ def test_a_machine_that_does_not_fit_is_told_before_processes_start(
     monkeypatch.setattr(training, "num_cores", lambda: 2)
     with pytest.raises(ConfigError, match=re.escape(message)):
         training.choose_devices(trainer_config(*words))
+
+
+def test_the_guards_of_a_config_are_those_of_its_strategy():
+    words = ["guards.non_finite=skip", "guards.max_skipped=3", "guards.spike_sigmas=8"]
+    words += ["guards.spike=rollback", "guards.hang_timeout_s=90", "guards.uneven=drop"]
+    strategy = training.make_strategy(load_config("tiny.yaml", [*words, "guards.check_flow=true"]))
+    assert strategy.config.guards == GuardConfig(
+        non_finite="skip",
+        max_skipped=3,
+        spike_sigmas=8.0,
+        spike="rollback",
+        hang_timeout=timedelta(seconds=90),
+        uneven="drop",
+        check_flow=True,
+    )
+    assert training.make_strategy(load_config("tiny.yaml")).config.guards == GuardConfig()

@@ -1,4 +1,4 @@
-"""SIGTERM ends `zs train` with a checkpoint, a line of what to do and the exit code of a stop."""
+"""A signal ends `zs train` with a checkpoint, a line of what to do and the exit code of a stop."""
 
 import csv
 import os
@@ -31,8 +31,14 @@ WORDS = [
 ]
 
 
-def run(folder: Path, *words: str, signal_at: int | None = None, rank: int = 0) -> tuple[Any, str]:
-    """Train; one rank gets SIGTERM in its micro-batch `signal_at`, counted from this start.
+def run(
+    folder: Path,
+    *words: str,
+    signal_at: int | None = None,
+    rank: int = 0,
+    signum: int = signal.SIGTERM,
+) -> tuple[Any, str]:
+    """Train; one rank gets a signal in its micro-batch `signal_at`, counted from this start.
 
     Returns: the code that the process would end with, and what it printed.
     """
@@ -41,7 +47,7 @@ def run(folder: Path, *words: str, signal_at: int | None = None, rank: int = 0) 
     def training_step(task: TokenTask, batch: Any, batch_idx: int) -> Any:
         seen.append(batch_idx)
         if len(seen) == signal_at and task.global_rank == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
         return plain(task, batch, batch_idx)
 
     code = 0
@@ -85,10 +91,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
     assert {code for code, _ in pool.run(run, whole, *words)} == {0}
 
     (code, output), *others = pool.run(run, parts, *words, signal_at=signal_at, rank=world_size - 1)
-    assert code == 143
+    assert code == 85
     assert [told for _, told in others] == [""] * (world_size - 1)
     said = re.search(
-        r"^stopped by SIGTERM after step (\d+), saved in (.*)\. The same", output, re.M
+        r"^stopped by a signal after step (\d+), saved in (.*)\. The same", output, re.M
     )
     assert said is not None
     assert int(said[1]) in (signal_at // ACCUMULATE, (signal_at + 2) // ACCUMULATE)
@@ -103,11 +109,40 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "rank"), [("auto", 1, 0), ("zero3", 2, 0), ("zero3", 2, 1)]
+)
+@pytest.mark.parametrize("requeue", [True, False])
+def test_sigusr1_stops_a_run_and_puts_its_job_back_into_the_queue_if_asked(
+    tmp_path, strategy, world_size, rank, requeue
+):
+    words = [f"trainer.strategy={strategy}", f"trainer.requeue={str(requeue).lower()}"]
+    told = ranks(world_size).run(
+        run_under_slurm, tmp_path, *words, signal_at=8, rank=rank, signum=signal.SIGUSR1
+    )
+    assert told[0][0] == 85
+    assert (tmp_path / "checkpoints/last.ckpt").exists()
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked == ("requeue 1234\n" if requeue and rank == 0 else "")
+    assert ("job 1234 is back in the queue" in told[0][1]) == (requeue and rank == 0)
+
+
+def run_under_slurm(folder: Path, *words: str, **told: Any) -> tuple[Any, str]:
+    """As `run`, with a `scontrol` that notes what it is asked."""
+    program = folder / "scontrol"
+    if int(os.environ["RANK"]) == 0:
+        program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+        program.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "1234", "PATH": f"{folder}:{os.environ['PATH']}"}
+    with mock.patch.dict(os.environ, slurm):
+        return run(folder, *words, **told)
+
+
 def test_a_run_stopped_before_its_first_step_says_so_and_starts_again(tmp_path):
     words = ["trainer.strategy=zero3"]
     (code, output), _ = ranks(2).run(run, tmp_path, *words, signal_at=1)
-    assert code == 143
-    assert "stopped by SIGTERM before the first step. The same command starts again." in output
+    assert code == 85
+    assert "stopped by a signal before the first step. The same command starts again." in output
     (code, output), _ = ranks(2).run(run, tmp_path, *words)
     assert code == 0
     assert "starts at step 0 again" in output
@@ -126,6 +161,6 @@ def test_sigterm_to_the_command_ends_it_with_the_exit_code_of_a_stop(tmp_path):
             lines.append(line.decode())
             if line.startswith(b"step") and not any("step   " in told for told in lines[:-1]):
                 process.terminate()
-    assert process.returncode == 143, "".join(lines)
-    assert lines[-1].startswith("stopped by SIGTERM after step "), "".join(lines)
+    assert process.returncode == 85, "".join(lines)
+    assert lines[-1].startswith("stopped by a signal after step "), "".join(lines)
     assert (tmp_path / "checkpoints/last.ckpt/manifest.json").exists()

@@ -11,7 +11,7 @@ from zero_strategy.autoload import activate
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.export import load_state_dict
-    from zero_strategy.config import GuardConfig, OffloadConfig
+    from zero_strategy.config import GuardConfig, OffloadConfig, SaveConfig
     from zero_strategy.ema import ShardedEMA
     from zero_strategy.monitor import Monitor
     from zero_strategy.strategy import ZeroStrategy
@@ -21,6 +21,7 @@ __all__ = [
     "GuardConfig",
     "Monitor",
     "OffloadConfig",
+    "SaveConfig",
     "ShardedEMA",
     "ZeroStrategy",
     "load_state_dict",
@@ -30,6 +31,7 @@ _HOMES = {
     "GuardConfig": "zero_strategy.config",
     "Monitor": "zero_strategy.monitor",
     "OffloadConfig": "zero_strategy.config",
+    "SaveConfig": "zero_strategy.config",
     "ShardedEMA": "zero_strategy.ema",
     "ZeroStrategy": "zero_strategy.strategy",
     "load_state_dict": "zero_strategy.checkpoint.export",

@@ -107,28 +107,53 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SaveConfig:
+    """How checkpoints are written."""
+
+    background: bool = False
+    """Write while training goes on. A save then takes as long as copying what changes from the
+    device; one is in flight at a time, and one that failed ends the run at the next step."""
+    staging_gib: float = 8.0
+    """Host memory for these copies, on each rank. Where they need more, training waits until so
+    much was written. Offloaded state is written from where it lies; what of it is stepped before
+    it was written is copied within as much again."""
+
+    def problems(self) -> list[str]:
+        """Every rule this configuration breaks, one line each."""
+        found = []
+        if type(self.background) is not bool:
+            found.append(refusal("zero.saving.background", self.background, [True, False]))
+        size = self.staging_gib
+        if not (_is_number(size) and 0 < size < math.inf):
+            found.append(refusal("zero.saving.staging_gib", size, ["above 0"], "Use 8."))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
     """What is watched while a run trains, and what is done about it; alike on all ranks."""
 
     non_finite: NonFinite = "stop"
     """A gradient norm that is not finite: "stop" ends the run; "skip" leaves weights, moments,
-    learning rates and step counts as they were, counts the step and goes on."""
+    learning rates, step counts and buffers as they were, counts the step and goes on. For "skip"
+    the host reads the norm once per optimizer step, and buffers are held twice."""
     max_skipped: int = 5
-    """Steps skipped in a row after which the run ends."""
+    """Steps skipped in a row after which the run ends; under 16-mixed, at the lowest loss scale."""
     spike_sigmas: float | None = None
     """A loss so many robust standard deviations above the last ones is a spike; None looks at
     none. 8 is a sane choice."""
     spike: Spike = "warn"
-    """What a spike does: "rollback" goes back to the last checkpoint and leaves out the batches
-    since."""
+    """What a spike does: "rollback" goes back to the last checkpoint of the run and leaves out the
+    batches since, at most three times."""
     hang_timeout: timedelta | None = timedelta(minutes=20)
     """A rank that does nothing for so long ends the run, named with its stack; None waits."""
     uneven: Uneven = "error"
     """Where some rank runs out of batches first: "error" ends the run, "drop" ends the epoch on all
-    ranks, "pad" repeats that rank's last batch with a loss of weight 0."""
+    ranks, "pad" repeats that rank's last batch with a loss of weight 0, and lets the others' count
+    for it."""
     check_flow: bool = False
-    """Compare at every step which modules each rank has called: for finding code that depends on
-    the rank. Costs a small collective per step."""
+    """Compare before every call of a unit which one each rank calls: for finding code that depends
+    on the rank. Costs a message on the CPU per call, for which the hosts wait."""
 
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""
@@ -193,6 +218,8 @@ class ZeroConfig:
     """Where optimizer state lies; None keeps it on the device."""
     guards: GuardConfig = field(default_factory=GuardConfig)
     """What is watched while training."""
+    saving: SaveConfig = field(default_factory=SaveConfig)
+    """How checkpoints are written."""
 
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""
@@ -223,6 +250,12 @@ class ZeroConfig:
         else:
             fix = "Use GuardConfig(non_finite='skip')."
             found.append(refusal("zero.guards", guards, ["a GuardConfig"], fix))
+        saving = cast(object, self.saving)
+        if isinstance(saving, SaveConfig):
+            found += saving.problems()
+        else:
+            fix = "Use SaveConfig(background=True)."
+            found.append(refusal("zero.saving", saving, ["a SaveConfig"], fix))
         return found
 
     def validate(self) -> None:

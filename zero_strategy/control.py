@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +25,9 @@ class Event(IntEnum):
 
     STOP_REQUESTED = 0
     NON_FINITE = 1
+    LOSS_SPIKE = 2
+    REQUEUE = 3
+    SAVE_FAILED = 4
 
 
 class NonFiniteGradientError(ValueError):
@@ -98,6 +100,10 @@ class ControlPoll:
         """Note an event on this rank; safe to call from a signal handler."""
         self._seen[event] = 1
 
+    def withdraw(self, event: Event) -> None:
+        """Forget an event that every rank has acted on."""
+        self._seen[event] = 0
+
     def poll(self) -> None:
         """Act on what was agreed and post the next message. Call on every rank, in step."""
         if self._group is None:
@@ -126,38 +132,3 @@ class ControlPoll:
         for event in Event:
             if message[event]:
                 self._handlers[event]()
-
-
-class FiniteWatch:
-    """Judges global gradient norms without stalling the accelerator.
-
-    On the CPU a norm is judged at once, before the gradients are changed or used. On an
-    accelerator it is copied to the host in the background and judged when it has arrived, a
-    micro-batch or two later: the run stops, but the weights of the last steps may be spoilt.
-    """
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, torch.Event, Tensor]] = []
-        self.bad_step: int | None = None
-
-    def watch(self, norm: Tensor, step: int) -> bool:
-        """Take in one norm; returns False if it is already known to be non-finite."""
-        if norm.device.type == "cpu":
-            return bool(norm.isfinite())
-        host = torch.empty((), dtype=norm.dtype, pin_memory=True)
-        host.copy_(norm, non_blocking=True)
-        event = torch.Event(device=norm.device)
-        event.record()
-        self._pending.append((step, event, host))
-        return True
-
-    def any_bad(self, *, wait: bool = False) -> bool:
-        """Whether a norm that has arrived was non-finite; `wait` blocks for all of them."""
-        while self._pending and (wait or self._pending[0][1].query()):
-            step, event, host = self._pending.pop(0)
-            if wait:
-                event.synchronize()
-            # Read as memory: a tensor operation would count as a read of the accelerator.
-            if self.bad_step is None and not np.isfinite(host.numpy()):
-                self.bad_step = step
-        return self.bad_step is not None

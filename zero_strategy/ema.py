@@ -11,7 +11,7 @@ from typing_extensions import override
 from zero_strategy.checkpoint.state import copy_whole
 from zero_strategy.checkpoint.trainer_state import Stored
 from zero_strategy.gradient import local
-from zero_strategy.protocols import HoldsMasters
+from zero_strategy.protocols import HoldsMasters, TellsSteps
 
 _KEY = "ShardedEMA"
 
@@ -62,6 +62,9 @@ class ShardedEMA(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
+        strategy = trainer.strategy
+        if isinstance(strategy, TellsSteps) and not strategy.step_taken:
+            return
         weights = _trained(pl_module)
         for name, weight in weights.items():
             if name not in self.average:

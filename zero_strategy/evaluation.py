@@ -12,6 +12,7 @@ a rank that did not ask for it lets it go and asks again. Ranks in step agree at
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,9 +67,14 @@ class Turns:
         Code outside a step therefore finds sharded parameters.
         """
         self._active, self._stepped = True, True
+        # FSDP2 notes every forward, and a backward gathers ahead what came before: also what an
+        # evaluation called last, on each rank something else.
+        forwards = _forwards(self._units[self._root])
+        num_forwards = len(forwards)
         try:
             yield
         finally:
+            del forwards[num_forwards:]
             self._active = False
             self._gathered.clear()
             for unit in self._units:
@@ -127,6 +133,11 @@ class Turns:
         working = [unit for unit in map(int, answers) if unit != _DONE]
         inner = [unit for unit in working if unit != self._root]
         return next(iter(inner or working), _DONE)
+
+
+def _forwards(root: Any) -> list[Any]:
+    """Return what FSDP2 holds of the forwards since the last backward; shared by all units."""
+    return root._get_fsdp_state()._comm_ctx.post_forward_order
 
 
 def _sharded(module: nn.Module) -> FSDPModule:

@@ -7,8 +7,8 @@ coefficient is the same however the gradients are cut. Gradients on different me
 tensors among them, may be mixed.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -38,28 +38,61 @@ def _sharded_axes(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]
     return gradient.device_mesh, tuple(axes)
 
 
-def global_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """L2 norm of all gradients as if they lay on one device.
+@final
+class ShardNorms:
+    """L2 norms of this rank's shards of some gradients, and what follows from them.
 
     Args:
         parameters: parameters whose `.grad` counts; those without one are passed over.
-    Returns: the norm, 0-dim, fp32, on the gradients' device; the same value on every rank.
-    Cost: one all-reduce of 8 bytes per mesh axis in use; no host sync.
+
+    Cost: one pass over the gradients; no collective, no host sync.
     """
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
-    for gradient in _gradients(parameters):
-        groups[_sharded_axes(gradient)].append(local(gradient))
-    if not groups:
-        return torch.zeros((), dtype=torch.float32)
-    squares = []
-    for (mesh, axes), tensors in groups.items():
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
-        square = torch.stack(norms).square().sum()
-        for axis in axes:
-            if mesh is not None and mesh.size(axis) > 1:
-                dist.all_reduce(square, group=mesh.get_group(axis))
-        squares.append(square)
-    return torch.stack(squares).sum().sqrt().float()
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        with_gradient = [p for p in parameters if p.grad is not None]
+        self._groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+        for parameter, gradient in zip(with_gradient, _gradients(with_gradient), strict=True):
+            self._groups.setdefault(_sharded_axes(gradient), []).append(parameter)
+        self._norms = {
+            key: torch.stack(
+                torch._foreach_norm([local(g) for g in _gradients(same)], 2, dtype=torch.float64)
+            )
+            for key, same in self._groups.items()
+        }
+
+    def total(self) -> Tensor:
+        """Return the norm of all gradients as if they lay on one device.
+
+        Returns: 0-dim, fp32, on the gradients' device; the same value on every rank.
+        Cost: one all-reduce of 8 bytes per mesh axis in use; no host sync.
+        """
+        if not self._norms:
+            return torch.zeros((), dtype=torch.float32)
+        squares = []
+        for (mesh, axes), norms in self._norms.items():
+            square = norms.square().sum()
+            for axis in axes:
+                if mesh is not None and mesh.size(axis) > 1:
+                    dist.all_reduce(square, group=mesh.get_group(axis))
+            squares.append(square)
+        return torch.stack(squares).sum().sqrt().float()
+
+    def bad(self) -> list[Tensor]:
+        """Return the parameters whose shard here holds an inf or a NaN.
+
+        Cost: one host sync per group; for error messages only.
+        """
+        return [
+            parameter
+            for key, same in self._groups.items()
+            for parameter, fine in zip(same, self._norms[key].isfinite().tolist(), strict=True)
+            if not fine
+        ]
+
+
+def global_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all gradients as if they lay on one device; as `ShardNorms.total`."""
+    return ShardNorms(parameters).total()
 
 
 def clip_by_norm_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -83,14 +116,3 @@ def clip_by_value_(parameters: Iterable[Tensor], bound: float) -> None:
     if tensors:
         torch._foreach_clamp_min_(tensors, -bound)
         torch._foreach_clamp_max_(tensors, bound)
-
-
-def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Name of the first parameter whose local gradient shard holds an inf or a NaN.
-
-    Cost: one host sync per parameter; for error messages only.
-    """
-    for name, parameter in named:
-        if parameter.grad is not None and not bool(local(parameter.grad).isfinite().all()):
-            return name
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -12,11 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from zero_strategy.checkpoint.late import Late
 from zero_strategy.gradient import local
-from zero_strategy.offload.host import MomentName
+from zero_strategy.offload.host import HeldState, MomentName
 from zero_strategy.offload.tiers import TieredState
 
 _MOMENTS: Mapping[str, MomentName] = {"exp_avg": "m", "exp_avg_sq": "v"}
 """As torch's Adam names them."""
+
+
+@final
+@dataclass(slots=True)
+class Period:
+    """The time between two steps, in which state is read and written."""
+
+    is_over: bool = False
+    held: HeldState | None = None
+    """What can be read of the host's state also when it is over."""
 
 
 @final
@@ -27,7 +38,7 @@ class Offloaded:
         state: with every step committed.
         parameters: name -> sharded parameter.
         host_mesh: the ranks of their mesh, for tensors in host memory.
-        is_current: whether no step has begun since.
+        period: the time until the next step begins.
     """
 
     def __init__(
@@ -35,16 +46,16 @@ class Offloaded:
         state: TieredState,
         parameters: Mapping[str, Tensor],
         host_mesh: DeviceMesh,
-        is_current: Callable[[], bool],
+        period: Period,
     ) -> None:
         self._state, self._parameters, self._host_mesh = state, parameters, host_mesh
-        self._is_current = is_current
+        self._period = period
 
     def master(self, name: str) -> Late:
         """Return a parameter's fp32 weights."""
         return self._late(
             name,
-            lambda: self._now(name).master(name),
+            lambda: self._as_of_now(name).master(name),
             lambda values: self._now(name).write_master(name, values),
         )
 
@@ -55,7 +66,7 @@ class Offloaded:
     def _moment(self, name: str, moment: MomentName) -> Late:
         return self._late(
             name,
-            lambda: self._now(name).moment(name, moment),
+            lambda: self._as_of_now(name).moment(name, moment),
             lambda values: self._now(name).write_moment(name, moment, values),
         )
 
@@ -64,8 +75,13 @@ class Offloaded:
         assert isinstance(parameter, DTensor), "fully_shard makes every parameter one"
         return parameter.device_mesh if name in self._state.resident else self._host_mesh
 
+    def _as_of_now(self, name: str) -> TieredState | HeldState:
+        if self._period.held is not None and name not in self._state.resident:
+            return self._period.held
+        return self._now(name)
+
     def _now(self, name: str) -> TieredState:
-        if not self._is_current():
+        if self._period.is_over:
             raise RuntimeError(
                 f"{name}: its fp32 state was asked for before a step and read after it began: must "
                 "be read before the next forward. Ask for it again, or keep a copy."
@@ -79,7 +95,38 @@ class Offloaded:
             like=as_shard(own, parameter, self._host_mesh),
             read=lambda: as_shard(read(), parameter, self._mesh_of(name)),
             write=lambda tensor: write(local(tensor).flatten()),
+            stays=name not in self._state.resident,
         )
+
+
+@final
+class ArrivedNorms:
+    """Norms of the gradients of one step, which have left their parameters.
+
+    Args:
+        total: gives the global norm, 0-dim; collective.
+        squares: parameter -> square of its shard's norm.
+        parameters: name -> sharded parameter.
+    """
+
+    def __init__(
+        self,
+        total: Callable[[], Tensor],
+        squares: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._total, self._squares, self._parameters = total, squares, parameters
+
+    def total(self) -> Tensor:
+        """Return the global norm, 0-dim, fp32, on the CPU. Collective; one host sync."""
+        return self._total().cpu()
+
+    def bad(self) -> list[Tensor]:
+        """Return the parameters whose gradient's shard here holds an inf or a NaN.
+
+        Cost: one host sync per parameter; for error messages only.
+        """
+        return [self._parameters[n] for n, s in self._squares.items() if not bool(s.isfinite())]
 
 
 @torch.no_grad()

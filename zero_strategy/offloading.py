@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,7 +29,6 @@ from zero_strategy.adopt import Adopted
 from zero_strategy.blocks import Units, parameter_names, unit_parameters
 from zero_strategy.checkpoint.late import Late, LateDict
 from zero_strategy.config import OffloadConfig, ZeroStage
-from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
 from zero_strategy.kernels.adam import join
 from zero_strategy.mesh import host_mesh
@@ -40,7 +40,7 @@ from zero_strategy.offload.host import HostState
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.resident import ResidentState
 from zero_strategy.offload.tiers import TieredState
-from zero_strategy.offloaded import Offloaded
+from zero_strategy.offloaded import ArrivedNorms, Offloaded, Period
 from zero_strategy.planning.host_memory import check_host_memory, host_room
 from zero_strategy.planning.job import Job, host_units
 from zero_strategy.planning.machines import H200
@@ -112,7 +112,7 @@ class Offloading:
         """Every name of an offloaded parameter -> the one it has here."""
         self.writes = Writes({}, lambda: self.engine)
         """What others write to the weights."""
-        self._num_begun = 0
+        self._period = Period()
         """Micro-batches, to tell whether what was read is still so."""
         self._forwards: dict[str, int] = {}
         self._scale = 1.0
@@ -267,7 +267,8 @@ class Offloading:
         """Before the forward of a micro-batch."""
         self._forwards.clear()
         self.writes.begin_step()
-        self._num_begun += 1
+        self._period.is_over = True
+        self._period = Period()
 
     def _taker(self, unit: str, name: str, num_padded: int) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
@@ -315,38 +316,29 @@ class Offloading:
             dist.all_reduce(square, group=self._mesh.get_group())
         return square.sqrt().float()
 
-    def clip(self, max_norm: float) -> Tensor:
+    def norms(self) -> ArrivedNorms:
+        """Return the norms of the gradients that arrived, after the last backward.
+
+        Raises:
+            RuntimeError: torch did not hand out the gradients as `reduced.py` says.
+        """
+        self._reduced.check_taken(self._parameters)
+        return ArrivedNorms(self.norm, self.engine.squares, self._parameters)
+
+    def decide(self, max_norm: float, norm: Tensor) -> None:
         """Decide the step's scale.
 
         Args:
             max_norm: bound of the global norm; 0 for none.
-
-        Returns: the global norm, 0-dim, fp32, on the CPU.
-
-        Raises:
-            NonFiniteGradientError: the norm is not finite; the step is dropped.
-            RuntimeError: torch did not hand out the gradients as `reduced.py` says.
-
-        Cost: one host sync, one all-reduce of 8 bytes.
+            norm: the global norm, 0-dim, fp32, on the CPU; finite.
         """
-        self._reduced.check_taken(self._parameters)
-        norm = self.norm().cpu()
-        if not math.isfinite(float(norm)):
-            step = max(self.engine.steps.values(), default=0) + 1
-            self.abandon()
-            raise NonFiniteGradientError(
-                f"gradient norm = {float(norm)} at optimizer step {step}: must be finite. No "
-                "weight was changed by this step. Lower the learning rate, or check the batch."
-            )
         self._decided = True
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else 1.0
         self._scale = float(scale)
-        return norm
 
     def _step(self) -> None:
-        if not self._decided:
-            self.clip(0.0)
+        assert self._decided, "the precision decides on each step"
         self._decided = False
         self._steps_until_move -= 1
         if self._moves and self._steps_until_move <= 0:
@@ -385,13 +377,22 @@ class Offloading:
     def _offloaded(self) -> Offloaded:
         """Return the state as of the last step, to be read and written until the next begins."""
         self._settle()
-        begun = self._num_begun
-        return Offloaded(
-            self.engine.state,
-            self._parameters,
-            self._host_mesh,
-            lambda: self._num_begun == begun,
-        )
+        return Offloaded(self.engine.state, self._parameters, self._host_mesh, self._period)
+
+    def hold(self, budget_bytes: int) -> Callable[[], None]:
+        """Let what was given to be read of the host's state be read while the run goes on.
+
+        Args:
+            budget_bytes: of what is copied because it is stepped before it was read.
+
+        Returns: ends it.
+        """
+        self._settle()
+        # The weights under each of their names, and two moments.
+        names = [*self._aliases.values(), *self.names, *self.names]
+        held = self.engine.state.host.hold(Counter(names), budget_bytes)
+        self._period.held = held
+        return held.snapshot.end
 
     def late_masters(self) -> dict[str, Late]:
         """Return the fp32 weights, sharded as their parameters are, under each of their names."""

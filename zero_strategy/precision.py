@@ -23,9 +23,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zero_strategy.config import PrecisionName, refusal
-from zero_strategy.control import FiniteWatch, NonFiniteGradientError
-from zero_strategy.gradient import clip_by_norm_, clip_by_value_, first_non_finite, global_norm
+from zero_strategy import seams
+from zero_strategy.config import GuardConfig, PrecisionName, refusal
+from zero_strategy.gradient import ShardNorms, clip_by_norm_, clip_by_value_, global_norm
+from zero_strategy.guards.non_finite import (
+    Culprits,
+    Evidence,
+    FiniteWatch,
+    GradientNorms,
+    NonFiniteGuard,
+    ScalesBack,
+    SkipsStep,
+    StopsRun,
+)
+from zero_strategy.guards.steps import StepWatch
 from zero_strategy.offloading import Offloading
 from zero_strategy.scaler import LossScaler
 
@@ -48,9 +59,15 @@ class ZeroPrecision(Precision):
         self.device_type = device_type
         self._grad_norm: Tensor | None = None
         self._unclipped: Optimizer | None = None
-        self.finite_watch = FiniteWatch()
-        self._norms_seen = 0
-        self._module: nn.Module | None = None
+        self._clipped_by_hand: dict[int, tuple[GradientNorms, Tensor]] = {}
+        """id(optimizer) -> its norm, where a manual step clipped before it steps."""
+        self._guard: NonFiniteGuard | None = None
+        self._steps: StepWatch | None = None
+        self._number = 0
+        """Of the optimizer step in progress, from 1."""
+        self._drops_step = False
+        self.step_taken = True
+        """Whether the last optimizer step changed weights, and was not undone since."""
         self.offloading: Offloading | None = None
         """Steps on the host; takes over the norm and the clipping."""
         self.scaler = LossScaler() if precision == "16-mixed" else None
@@ -75,15 +92,35 @@ class ZeroPrecision(Precision):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped for an overflow of the scaled gradients."""
-        return self.scaler.skipped_steps if self.scaler else 0
+        """Steps that were not taken because the norm of their gradients was not finite."""
+        return self._guard.num_skipped if self._guard else 0
 
-    @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        self._module = model
-        return super().connect(model, optimizers, lr_schedulers)
+    def guard_steps(
+        self, config: GuardConfig, *, steps: StepWatch, watch: FiniteWatch, culprits: Culprits
+    ) -> None:
+        """Set what is done about norms that are not finite, for a run.
+
+        Args:
+            config: of the strategy.
+            steps: knows the losses of the step in progress.
+            watch: judges norms that the host does not wait for.
+            culprits: names what a norm came from.
+        """
+        self._steps = steps
+        self.step_taken, self._drops_step = True, False
+        if self.scaler:
+            self._guard = ScalesBack(self.scaler, culprits, config.max_skipped)
+        elif config.non_finite == "skip":
+            self._guard = SkipsStep(culprits, config.max_skipped)
+        else:
+            self._guard = StopsRun(watch)
+
+    def drop_step(self) -> None:
+        """Take back the last step, and do not take the one in progress, if there is one."""
+        assert self._steps is not None, "a run has begun"
+        self.step_taken = False
+        self._drops_step = self._steps.in_progress
+        self._steps.forget()
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -134,6 +171,8 @@ class ZeroPrecision(Precision):
         **kwargs: Any,
     ) -> Any:
         self._grad_norm = None
+        self.step_taken = True
+        self._number = model.trainer.global_step + 1
 
         def backward() -> Any:
             result = closure()
@@ -146,33 +185,35 @@ class ZeroPrecision(Precision):
             return self._step(optimizer, model, backward, **kwargs)
         finally:
             self._unclipped = None
+            self._clipped_by_hand.pop(id(optimizer), None)
 
     def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if self.scaler and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "trainer.precision = '16-mixed': LBFGS calls its closure several times per step, "
                 "which a loss scale does not allow. Use 'bf16-mixed' or '32-true'."
             )
-        return self._scaled_step(self.scaler, optimizer, model, closure, **kwargs)
+        if self._drops_step:
+            self._drops_step = self.step_taken = False
+            result = closure()
+            if self.offloading:
+                self.offloading.abandon()
+            return result
 
-    def _scaled_step(
-        self,
-        scaler: LossScaler,
-        optimizer: Any,
-        model: pl.LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
-    ) -> Any:
-        result = closure()
-        self._after_closure(model, optimizer)
-        norm = self.grad_norm
-        assert norm is not None, "measured by clipping, or on demand"
-        finite = bool(norm.isfinite())
-        if finite:
+        def judged() -> Any:
+            result = closure()
+            self._after_closure(model, optimizer)
+            if self._unclipped is not None:
+                # Manual optimization, or a hook for clipping that does not call `clip_gradients`.
+                self._decide(optimizer, max_norm=0.0)
+            return result
+
+        assert self._guard is not None, "a run has begun"
+        if not self._guard.reads_norm:
+            return optimizer.step(closure=judged, **kwargs)
+        result = judged()
+        if self.step_taken:
             optimizer.step(**kwargs)
-        scaler.update(finite=finite)
         return result
 
     @override
@@ -182,64 +223,65 @@ class ZeroPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Measure the global norm, refuse a non-finite one, and clip if asked.
+        """Measure the global norm, act on one that is not finite, and clip if asked.
 
         Lightning calls this before every optimizer step of automatic optimization, with
-        `clip_val=0` when clipping is off.
+        `clip_val=0` when clipping is off. In a manual step it clips alone: the norm is acted on
+        when the optimizer steps.
         """
-        if self.offloading:
-            self._clip_offloaded(self.offloading, clip_val, gradient_clip_algorithm)
-            return
-        parameters = list(self.main_params(optimizer))
-        self._unclipped = None
-        self._grad_norm = norm = global_norm(parameters)
-        if self.scaler is None:
-            self._judge(norm, optimizer)
-        elif not bool(norm.isfinite()):
-            return
-        if clip_val <= 0:
-            return
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            clip_by_value_(parameters, clip_val)
-        else:
-            clip_by_norm_(parameters, clip_val, norm)
-
-    def _clip_offloaded(
-        self, offloading: Offloading, clip_val: float, algorithm: GradClipAlgorithmType
-    ) -> None:
-        if algorithm == GradClipAlgorithmType.VALUE and clip_val > 0:
+        by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        if self.offloading and by_value and clip_val > 0:
             raise ValueError(
                 "trainer.gradient_clip_algorithm = 'value': must be 'norm' under offload, where "
                 "gradients have left the device. Use 'norm', or train without offload."
             )
+        if self._unclipped is not None:
+            self._decide(optimizer, max_norm=clip_val)
+            if not self.step_taken:
+                return
+        else:
+            norms, self._grad_norm = self._measure(optimizer)
+            if self.scaler is None:  # else it is of gradients that are still scaled
+                by_hand = (norms, self._grad_norm)
+                self._clipped_by_hand[id(seams.unwrapped(optimizer))] = by_hand
+        if self.offloading or clip_val <= 0:
+            return
+        parameters = list(self.main_params(optimizer))
+        if by_value:
+            clip_by_value_(parameters, clip_val)
+        else:
+            assert self._grad_norm is not None, "it was measured"
+            clip_by_norm_(parameters, clip_val, self._grad_norm)
+
+    def _measure(self, optimizer: Optimizer) -> tuple[GradientNorms, Tensor]:
+        """Return the norms of what an optimizer is about to apply, and the global one."""
+        offloading = self.offloading
+        norms = offloading.norms() if offloading else ShardNorms(self.main_params(optimizer))
+        return norms, norms.total()
+
+    def _decide(self, optimizer: Optimizer, *, max_norm: float) -> None:
+        """Have the guard decide whether the step is taken, and under offload its scale."""
         self._unclipped = None
-        self._grad_norm = offloading.clip(float(clip_val))
-
-    def _judge(self, norm: Tensor, optimizer: Optimizer) -> None:
-        self._norms_seen += 1
-        if not self.finite_watch.watch(norm, self._norms_seen):
-            raise NonFiniteGradientError(self._non_finite_message(optimizer))
-
-    def _non_finite_message(self, optimizer: Optimizer) -> str:
-        parameters = {id(p) for p in self.main_params(optimizer)}
-        assert self._module is not None, "connect() runs before the first step"
-        named = [(n, p) for n, p in self._module.named_parameters() if id(p) in parameters]
-        culprit = first_non_finite(named)
-        where = f"first in {culprit!r} on this rank" if culprit else "in another rank's shard"
-        return (
-            f"gradient norm = {float(self._grad_norm or 0.0)} at optimizer step "
-            f"{self._norms_seen}, {where}: must be finite. No weight was changed by this step. "
-            "Lower the learning rate, check the batch, or use precision='bf16-mixed'."
-        )
+        clipped = self._clipped_by_hand.pop(id(optimizer), None)
+        norms, norm = clipped or self._measure(optimizer)
+        self._grad_norm = norm
+        assert self._guard is not None, "a run has begun"
+        assert self._steps is not None, "a run has begun"
+        if self.offloading and not bool(norm.isfinite()):
+            self.offloading.abandon()
+        evidence = Evidence(step=self._number, norms=norms, losses=self._steps.losses)
+        self.step_taken = self._guard.admits(norm, evidence)
+        if self.offloading and self.step_taken:
+            self.offloading.decide(max_norm, norm)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.scaler.state_dict()) if self.scaler else {}
+        return self._guard.state_dict() if self._guard else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler:
-            self.scaler.load_state_dict(state_dict)
+        if self._guard:
+            self._guard.load_state_dict(state_dict)
 
 
 @contextmanager

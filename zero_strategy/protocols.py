@@ -58,11 +58,32 @@ class HoldsMasters(Protocol):
 
 
 @runtime_checkable
+class TellsSteps(Protocol):
+    """A strategy that may not take an optimizer step, or undo it."""
+
+    step_taken: bool
+    """Whether the last one changed the weights, and was not undone since."""
+
+
+@runtime_checkable
 class TellsSaves(Protocol):
     """A strategy that knows what its last save wrote and how long it took."""
 
     last_save: tuple[str, float] | None
     """Name of the checkpoint and seconds that training stood still for it."""
+
+
+@runtime_checkable
+class KeepsPosition(Protocol):
+    """A loader that knows how far it was read, and can go on from there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far, as plain data; Lightning stores rank 0's."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
 
 
 @runtime_checkable

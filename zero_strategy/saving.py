@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,20 +17,33 @@ from typing_extensions import override
 
 from zero_strategy import seams
 from zero_strategy.checkpoint import state, storage, trainer_state
+from zero_strategy.checkpoint.background import BackgroundSaver
 from zero_strategy.checkpoint.late import LateDict
+from zero_strategy.config import ZeroConfig
 from zero_strategy.control import join_after_exception
 from zero_strategy.events import RunEvents
+from zero_strategy.guards.poisoned import PoisonCheck
+from zero_strategy.resuming import Resuming
 from zero_strategy.shard import Sharded
 
 
 class SavingStrategy(DDPStrategy):
     """The part of `ZeroStrategy` that saves a sharded run and goes on with it."""
 
+    config: ZeroConfig
+
     def __init__(self, **lightning: Any) -> None:
         super().__init__(**lightning)
         self.last_save: tuple[str, float] | None = None
         """Name of the last checkpoint, and the seconds its save took."""
+        self._saver: BackgroundSaver | None = None
         self._newest: Path | None = None
+        self._loaded: Path | None = None
+        self._resumable: Path | None = None
+        """The last checkpoint of this run that it can go on from."""
+        self._poison: PoisonCheck | None = None
+        self._resuming: Resuming | None = None
+        """Of a fit: where it goes on, and where one would that resumes from a save of it."""
         self._sharded: Sharded | None = None
         self._events: RunEvents | None = None
         self._control: dist.ProcessGroup | None = None
@@ -89,9 +103,13 @@ class SavingStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's weights as DTensors, offloaded ones once asked for, and rank 0's buffers."""
+        """This rank's weights as DTensors, offloaded ones once asked for, and rank 0's buffers.
+
+        What a save collects first: a loss spike is acted on before.
+        """
         self.sharded.reshard()
         if sys.exc_info()[0] is None:
+            self.events.before_save()
             self.sharded.sync_buffers()
         tensors, extra = state.model_state(self._module)
         late = self.sharded.offloading.late_masters() if self.sharded.offloading else {}
@@ -113,20 +131,67 @@ class SavingStrategy(DDPStrategy):
         filepath: str | Path,
         storage_options: Any | None = None,
     ) -> None:
-        """Write a checkpoint directory. Every rank must call it.
+        """Write a checkpoint directory, or begin to. Every rank must call it.
 
-        Raises: NonFiniteGradientError: the weights to be saved are spoilt.
+        Raises:
+            RuntimeError: the save before, in the background, failed.
+            NonFiniteGradientError: the weights to be saved are spoilt; LossSpikeError likewise.
+            NonFiniteStateError: they, moments or buffers hold an inf or a NaN.
         """
         if storage_options is not None:
             raise ValueError(
                 "storage_options: must be left out, the strategy writes a directory. Remove it."
             )
-        self.events.refuse_spoilt()
         began_s = time.perf_counter()
         path = Path(self.broadcast(str(filepath)))
-        trainer_state.write(path, checkpoint)
+        self.events.refuse_spoilt()
+        if self._poison:
+            self._poison.refuse(checkpoint)
+        if self._resuming and "optimizer_states" in checkpoint:
+            checkpoint = self._resuming.described(checkpoint)
+        save = trainer_state.to_save(path, checkpoint)
+        if self._saver and sys.exc_info()[0] is None:
+            self._saver.start(save, self._hold())
+        else:
+            self.wait_for_save()
+            save.write()
         self.last_save = (path.name, time.perf_counter() - began_s)
         self._newest = path
+        if "optimizer_states" in checkpoint:
+            self._resumable = path
+
+    def _hold(self) -> Callable[[], None]:
+        """Let offloaded state be read while the run goes on; returns what ends it."""
+        offloading = self.sharded.offloading
+        return offloading.hold(self._staging_bytes) if offloading else lambda: None
+
+    @property
+    def _staging_bytes(self) -> int:
+        return int(self.config.saving.staging_gib * 2**30)
+
+    def _set_up_saving(self) -> None:
+        """Make what writes in the background, where it is wanted. Every rank calls it."""
+        if not self.config.saving.background or self._saver is not None:
+            return
+        # Its collectives meet none of the training's, whatever thread is first.
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._saver = BackgroundSaver(
+            cast(Any, group),
+            budget_bytes=self._staging_bytes,
+            pinned=self.root_device.type == "cuda",
+        )
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in flight is on the disk. Every rank calls it.
+
+        Raises: what it failed with.
+        """
+        if self._saver:
+            self._saver.wait()
+
+    def _newest_resumable(self) -> Path | None:
+        self.wait_for_save()
+        return self._resumable
 
     @override
     def load_checkpoint(
@@ -136,10 +201,12 @@ class SavingStrategy(DDPStrategy):
 
         Returns: the metadata; weights of a directory are read later, straight into the shards.
         """
+        self.wait_for_save()
         path = Path(self.broadcast(str(checkpoint_path)))
         if self.is_global_zero:
             storage.recover(path)
         self.barrier()
+        self._loaded = path
         return trainer_state.read(path, weights_only=weights_only)
 
     @override
@@ -156,8 +223,28 @@ class SavingStrategy(DDPStrategy):
         trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names(), late)
         if offloading:
             offloading.take_steps(optimizers)
+        if self._resuming:
+            self._resuming.take(checkpoint)
+        if self._loaded is not None and storage.is_checkpoint(self._loaded):
+            self._resumable = self._loaded
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._resuming is None or not self._module.trainer.training:
+            return dataloader
+        return self._resuming.prepared(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        if self._resuming:
+            self._resuming.start()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            storage.remove(Path(filepath), newest=self._newest)
+        if not self.is_global_zero:
+            return
+        remove = partial(storage.remove, Path(filepath), newest=self._newest)
+        if self._saver:
+            self._saver.afterwards(remove)
+        else:
+            remove()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from zero_strategy.gradient import local
 
+_LOWEST = 1.0
+
 
 @dataclass(kw_only=True, slots=True)
 class LossScaler:
@@ -30,6 +32,11 @@ class LossScaler:
     skipped_steps: int = 0
     """Steps skipped since the start of the run."""
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether an overflow lowers the scale no further."""
+        return self.scale <= _LOWEST
+
     def unscale_(self, parameters: Iterable[Tensor]) -> None:
         """Divide the gradients by the scale, in place."""
         tensors = [local(p.grad) for p in parameters if p.grad is not None]
@@ -39,7 +46,7 @@ class LossScaler:
     def update(self, *, finite: bool) -> None:
         """Account for one step and adapt the scale."""
         if not finite:
-            self.scale = max(self.scale / 2, 1.0)
+            self.scale = max(self.scale / 2, _LOWEST)
             self.finite_steps = 0
             self.skipped_steps += 1
             return

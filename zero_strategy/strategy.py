@@ -33,6 +33,7 @@ from zero_strategy.config import (
     OffloadConfig,
     Placement,
     PrecisionName,
+    SaveConfig,
     ZeroConfig,
     as_offload_config,
     refusal,
@@ -40,25 +41,26 @@ from zero_strategy.config import (
 )
 from zero_strategy.control import control_group
 from zero_strategy.evaluation import Turns
-from zero_strategy.events import RunEvents
 from zero_strategy.explain import explain
+from zero_strategy.guards.progress import PROGRESS
 from zero_strategy.mesh import build_mesh, same_mesh
 from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.offloading import make_offloading
 from zero_strategy.planning.estimate import MemoryPlan
 from zero_strategy.precision import ZeroPrecision
-from zero_strategy.saving import SavingStrategy
+from zero_strategy.resuming import Resuming
 from zero_strategy.shard import IN_STEP, BackwardPolicy, Sharded, memory_plan, shard_module
 from zero_strategy.state_dicts import adapt_state_dicts
+from zero_strategy.watching import WatchedStrategy
 
 _SHARDED_ATTRIBUTE = "_zero_strategy_sharded"
 _OPTIONS = (
-    *("stage", "blocks", "compile", "init", "offload", "guards"),
+    *("stage", "blocks", "compile", "init", "offload", "guards", "saving"),
     *("timeout", "process_group_backend"),
 )
 
 
-class ZeroStrategy(SavingStrategy):
+class ZeroStrategy(WatchedStrategy):
     """Shard a LightningModule's parameters, gradients and optimizer state over the ranks.
 
     The module needs no change: `training_step`, `configure_optimizers`, callbacks and loggers
@@ -73,6 +75,7 @@ class ZeroStrategy(SavingStrategy):
         offload: where optimizer state lies: "auto" or "host" or an `OffloadConfig`; None keeps it
             on the device.
         guards: what is watched while training, such as a norm that is not finite.
+        saving: how checkpoints are written, such as in the background.
         timeout: how long a collective may wait for other ranks.
         process_group_backend: "nccl" or "gloo"; None chooses by device.
     Raises: ValueError: lists every unknown or wrong option.
@@ -91,6 +94,7 @@ class ZeroStrategy(SavingStrategy):
         init: InitDevice = "cpu",
         offload: OffloadConfig | Placement | None = None,
         guards: GuardConfig | None = None,
+        saving: SaveConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -108,6 +112,7 @@ class ZeroStrategy(SavingStrategy):
             init=init,
             offload=cast(Any, as_offload_config(offload)),
             guards=GuardConfig() if guards is None else guards,
+            saving=SaveConfig() if saving is None else saving,
         )
         problems = [*self.config.problems(), *unknown_options(unknown, _OPTIONS)]
         if start_method != "popen":
@@ -154,11 +159,6 @@ class ZeroStrategy(SavingStrategy):
         """
         return self.zero_precision.grad_norm
 
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps skipped on all ranks because fp16 gradients overflowed."""
-        return self.zero_precision.skipped_steps
-
     def take_exposed_comm_ms(self) -> float | None:
         """Communication that this rank's compute waited for since the last call, in ms.
 
@@ -170,11 +170,6 @@ class ZeroStrategy(SavingStrategy):
     def take_offload_figures(self) -> OffloadFigures | None:
         """What offload did on this rank since the last call, or None where there is none."""
         return self.sharded.offloading.take_figures() if self.sharded.offloading else None
-
-    @property
-    def zero_precision(self) -> ZeroPrecision:
-        """The precision plugin, which is always ours."""
-        return cast(ZeroPrecision, self.precision_plugin)
 
     # Lightning's surface.
 
@@ -236,10 +231,15 @@ class ZeroStrategy(SavingStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-        finite = self.zero_precision.finite_watch
-        self._events = RunEvents(trainer, self._control, finite, fitting=fitting)
+            self._set_up_saving()
+        self._guard_steps(trainer, fitting=fitting)
+        self._resuming = None
+        if fitting:
+            self._resuming = Resuming(trainer, device=self.root_device, group=self._control)
+            self._check_disks(trainer)
         self.setup_precision_plugin()
         seams.log_whole_tensors(module)
+        self._begin_watch(trainer)
 
     def _shard(self, module: pl.LightningModule) -> Sharded:
         manual = not module.automatic_optimization
@@ -344,21 +344,7 @@ class ZeroStrategy(SavingStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self.sharded.stalls:
             self.sharded.stalls.after_backward()
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._module.automatic_optimization:
-            # Lightning zeroes gradients before the next backward, so they would lie beside the
-            # activations of the next forward: 4 bytes per parameter of the peak.
-            optimizer.zero_grad()
-        return output
+        super().post_backward(closure_loss)
 
     # Evaluation.
 
@@ -375,6 +361,7 @@ class ZeroStrategy(SavingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._turns is not None, "set up before a step"
+        PROGRESS.mark("evaluation step")
         with self._turns.step(), self._sharded_after_exception():
             return step(*args, **kwargs)
 
@@ -438,11 +425,14 @@ class ZeroStrategy(SavingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self.events.between_batches()
 
     @override
     def on_train_end(self) -> None:
         self.events.at_end()
+        super().on_train_end()
+        self.wait_for_save()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -453,6 +443,8 @@ class ZeroStrategy(SavingStrategy):
     def teardown(self) -> None:
         # The base class would move module and optimizers to the CPU: shards stay where they are.
         assert self.cluster_environment is not None, "set up before teardown"
+        self._end_watch()
+        self.wait_for_save()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self._sharded is not None and self._sharded.offloading:

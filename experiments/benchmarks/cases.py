@@ -12,6 +12,7 @@ NAMES = (
     "host_syncs",
     "validate_then_fit_nccl",
     "adam_cpu",
+    "checkpoint_faults",
     "offload_3b_16k",
     "offload_3b_4k",
     "offload_7b_8k",
@@ -25,6 +26,7 @@ def find_case(name: str) -> Case:
     """Return a case by its name. Imports what the case needs."""
     from zero_strategy.experiments.benchmarks.adam_cpu import AdamCpu
     from zero_strategy.experiments.benchmarks.adam_systems import SYSTEMS
+    from zero_strategy.experiments.benchmarks.checkpoint_faults import CheckpointFaults
     from zero_strategy.experiments.benchmarks.host_syncs import HostSyncCase
     from zero_strategy.experiments.benchmarks.offload_cases import offload_cases
     from zero_strategy.experiments.benchmarks.train_step import TrainStep
@@ -70,6 +72,7 @@ def find_case(name: str) -> Case:
             timeout_s=120,
             build_timeout_s=300,
         ),
+        "checkpoint_faults": CheckpointFaults(),
         **offload_cases(),
     }
     return cases[name]

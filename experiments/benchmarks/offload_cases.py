@@ -31,14 +31,14 @@ def offload_cases() -> dict[str, OffloadStep]:
             "gpt_3.4b.yaml",
             (HOST, NO_OFFLOAD, FSDP2, *DEEPSPEED, *DEEPSPEED_OVERLAPPED),
             batch_size=4,
-            timeout_s=100,
+            timeout_s=180,
             clipped_steps=10,
         ),
         "offload_3b_4k": _case(
             "gpt_3.4b.yaml",
             (HOST, NO_OFFLOAD, FSDP2, *DEEPSPEED),
             batch_size=1,
-            timeout_s=100,
+            timeout_s=180,
             clipped_steps=10,
         ),
         "offload_7b_8k": _case(

@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from zero_strategy.guards.progress import PROGRESS
+
 BLOCK_BYTES = 16 << 20
 """Bytes under one checksum: what is read at least to know that a part is as it was written."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -42,6 +44,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         if taken == 0:
             raise OSError(errno.EIO, "nothing was written")
         left = left[taken:]
+        PROGRESS.made += 1
 
 
 def read_all(descriptor: int, start: int, buffer: memoryview) -> None:
@@ -56,6 +59,7 @@ def read_all(descriptor: int, start: int, buffer: memoryview) -> None:
         if taken == 0:
             raise EOFError(f"ends at byte {start + filled}, must reach {start + len(buffer)}")
         filled += taken
+        PROGRESS.made += 1
 
 
 def write_file(path: Path, data: bytes) -> None:

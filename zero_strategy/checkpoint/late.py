@@ -27,11 +27,13 @@ class Late:
         like: on the meta device: its shape, its dtype and how it is sharded.
         read: makes it, as it is now.
         write: takes it, whole or this rank's shard of it as `read` gave it.
+        stays: it can be held as it is, and read while the run goes on.
     """
 
     like: Tensor
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
+    stays: bool = False
 
 
 @final

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -91,7 +91,7 @@ class ShardWriter(StorageWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = sorted(plan.items, key=lambda item: (-_checked(item).itemsize, _key(item)))
+        items = write_order(plan.items)
         header, size = layout(map(_part, items))
         name = f"tensors-{self._rank}.safetensors"
         results = []
@@ -147,6 +147,11 @@ class ShardWriter(StorageWriter):
     @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def write_order(items: Iterable[WriteItem]) -> list[WriteItem]:
+    """Return planned shards as they lie in a file: aligned without padding, then by name."""
+    return sorted(items, key=lambda item: (-_checked(item).itemsize, _key(item)))
 
 
 def _checked(item: WriteItem) -> torch.dtype:

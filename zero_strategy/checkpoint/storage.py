@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero_strategy.checkpoint import codec, files, manifest
+from zero_strategy.checkpoint import codec, files, manifest, room
 from zero_strategy.checkpoint.late import Late, LateLoadPlanner, LateSavePlanner, stand_in
 from zero_strategy.checkpoint.shards import ShardReader, ShardWriter, read_tensor, stored_tensors
 
@@ -32,16 +32,51 @@ def is_checkpoint(path: Path) -> bool:
     return (path / manifest.NAME).is_file()
 
 
-def save(path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, Any]) -> None:
-    """Write a checkpoint directory; every rank calls it with the same path and names.
+@final
+class Save:
+    """A checkpoint that is about to be written; every rank makes it with the same path and names.
 
     Args:
         path: the directory; replaced as a whole if it exists.
         tensors: canonical name -> DTensor, or a tensor equal on all ranks; late or not.
         meta: plain data, rank 0's is written.
-    Raises: ValueError: the path is a directory that is no checkpoint.
-    Cost: collective; each rank writes its shards. Host memory of one of them at a time.
+    Raises: ValueError: some metadata has no plain form; names its path.
     """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, Any]
+    ) -> None:
+        self.path = path
+        self._described, in_meta = codec.encode(dict(meta))
+        self.tensors = {**tensors, **in_meta} if _is_first_rank() else dict(tensors)
+        """What this rank is asked for, with tensors of the metadata."""
+
+    def write(
+        self, planner: LateSavePlanner | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Write it. Collective; each rank writes its shards.
+
+        Args:
+            planner: gives the shards when they are written; None makes one at a time.
+            group: of all ranks, with host tensors; None takes the default group.
+        Raises: ValueError: the path is a directory that is no checkpoint.
+        """
+        planner = planner or LateSavePlanner(self.tensors)
+        _write(self.path, self.tensors, self._described, planner, group)
+
+
+def save(path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, Any]) -> None:
+    """Write a checkpoint directory, as `Save` does. Host memory of one shard at a time."""
+    Save(path, tensors, meta).write()
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, Tensor | Late],
+    described: Any,
+    planner: LateSavePlanner,
+    group: dist.ProcessGroup | None,
+) -> None:
     beside = path.with_name(f".{path.name}.inprogress")
 
     def begin() -> None:
@@ -51,16 +86,14 @@ def save(path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, An
                 "Choose another path, or move them away."
             )
         shutil.rmtree(beside, ignore_errors=True)
+        room.check_save(path, room.stored_bytes(stand_ins.values()))
         beside.mkdir(parents=True)
 
-    _on_first_rank(begin)
-    described, in_meta = codec.encode(dict(meta))
-    if _is_first_rank():
-        tensors = {**tensors, **in_meta}
     stand_ins = {name: stand_in(tensor) for name, tensor in tensors.items()}
+    _on_first_rank(begin, group)
     writer = ShardWriter(beside, described, commit=lambda: _swap(beside, path))
     try:
-        dcp.save(stand_ins, storage_writer=writer, planner=LateSavePlanner(tensors))
+        dcp.save(stand_ins, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         # Its own text lists a traceback per rank.
         rank, (cause, _) = next(iter(error.failures.items()))
@@ -77,7 +110,7 @@ def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
+def _on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Run an action on rank 0 and let every rank know how it ended. Collective.
 
     Raises: the action's exception on rank 0, and a RuntimeError with its text on the others.
@@ -93,7 +126,7 @@ def _on_first_rank(action: Callable[[], None]) -> None:
         failure[0] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        dist.broadcast_object_list(failure, src=0)
+        dist.broadcast_object_list(failure, src=0, group=group)
     if failure[0] is not None:
         raise RuntimeError(f"rank 0 could not write the checkpoint: {failure[0]}")
 

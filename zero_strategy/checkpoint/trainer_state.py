@@ -52,7 +52,12 @@ class Stored(Mapping[str, Tensor]):
 
 
 def write(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Store a Trainer's checkpoint dictionary as a directory. Collective.
+    """Store a Trainer's checkpoint dictionary as a directory. Collective."""
+    to_save(path, checkpoint).write()
+
+
+def to_save(path: Path, checkpoint: Mapping[str, Any]) -> storage.Save:
+    """Return a Trainer's checkpoint dictionary as what is stored in a directory.
 
     A callback may add tensors of its own as `checkpoint["sharded_state"][key][name]`.
 
@@ -76,7 +81,7 @@ def write(path: Path, checkpoint: Mapping[str, Any]) -> None:
     meta["sharded_state"] = list(extra)
     for key, named in extra.items():
         tensors.update({f"extra.{key}.{n}": t for n, t in named.items()})
-    storage.save(path, tensors, plain(meta))
+    return storage.Save(path, tensors, plain(meta))
 
 
 def read(path: Path, *, weights_only: bool | None) -> dict[str, Any]:

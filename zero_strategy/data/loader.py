@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from zero_strategy.checkpoint.random_state import stream_seed
 from zero_strategy.data.sampler import ResumableSampler
 
 
@@ -60,14 +61,20 @@ class ResumableLoader(DataLoader):
     def __init__(
         self, dataset: Dataset, *, sampler: ResumableSampler, batch_size: int, **options: Any
     ) -> None:
+        # Torch draws the workers' seed from it, in place of the stream that training draws from.
+        self._draws = None if "generator" in options else torch.Generator()
+        options = {"generator": self._draws, **options}
         super().__init__(dataset, sampler=sampler, batch_size=batch_size, drop_last=True, **options)
         self.order = sampler
         self.global_batch = batch_size * sampler.num_replicas
 
     def __iter__(self) -> Any:
         # A generator: workers start reading at the first batch, after any state was loaded.
+        order = self.order
+        if self._draws is not None:
+            self._draws.manual_seed(stream_seed(order.seed, order.rank, order.consumed))
         for batch in super().__iter__():
-            self.order.consumed += self.global_batch
+            order.consumed += self.global_batch
             yield batch
 
     def state_dict(self) -> dict[str, Any]:

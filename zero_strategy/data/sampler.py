@@ -8,7 +8,7 @@ resumed run must know is how far the stream was read, one number that holds for 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, final
 
 from torch.utils.data import DistributedSampler
@@ -88,6 +88,8 @@ class ResumableSampler(DistributedSampler):
 
     Attributes:
         consumed: positions read by all ranks together; `ResumableLoader` counts it.
+        goes_on_from: tells what to store instead, where not all that was read is to be left out by
+            a run that resumes; None stores `consumed`.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class ResumableSampler(DistributedSampler):
             )
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)  # pyright: ignore[reportArgumentType]
         self.consumed = 0
+        self.goes_on_from: Callable[[], int] | None = None
 
     def __len__(self) -> int:
         return self.num_positions // self.num_replicas
@@ -116,11 +119,11 @@ class ResumableSampler(DistributedSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks, and what it is a position in."""
-        return {
-            "consumed": self.consumed,
-            "num_samples": self.num_positions,
-            "seed": self.seed,
-        }
+        return self.state_at(self.goes_on_from() if self.goes_on_from else self.consumed)
+
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """Return the state of another position."""
+        return {"consumed": consumed, "num_samples": self.num_positions, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position, on any number of ranks.

@@ -461,6 +461,8 @@ class OffloadEngine:
         try:
             while (found := self._await_pass(lane)) is not None:
                 chosen, commit, preview = found
+                if commit is not None:
+                    self.state.host.keep(chosen.chunk.index)
                 ended = lane.run(
                     chosen.chunk.state,
                     commit,

@@ -6,9 +6,12 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, final
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from zero_strategy.kernels.adam import AdamState, join, split
 from zero_strategy.offload.layout import ChunkLayout, Layout
 from zero_strategy.offload.link import DONE, Copied
+from zero_strategy.offload.snapshot import Snapshot
 
 PAGE_BYTES = 4096
 REGISTER_BYTES = 1 << 30
@@ -140,12 +144,12 @@ class HostState:
         self._state = AdamState(upper=upper.values, lower=lower.values, m=m.values, v=v.values)
         self.pinned: frozenset[int] = frozenset()
         """Indices of the chunks that are registered with CUDA."""
-        self._places: dict[str, list[tuple[int, int, int]]] = {}
-        for chunk in layout.chunks:
+        self._snapshot: Snapshot | None = None
+        self._places: dict[str, list[_Place]] = {}
+        for index, chunk in enumerate(layout.chunks):
             for piece in chunk.pieces:
-                self._places.setdefault(piece.name, []).append(
-                    (chunk.begin + piece.offset, piece.start, piece.length)
-                )
+                place = _Place(index, piece.offset, piece.start, piece.length)
+                self._places.setdefault(piece.name, []).append(place)
 
     @property
     def parameter_bytes(self) -> int:
@@ -163,41 +167,118 @@ class HostState:
         """Return views of one chunk's state."""
         return self._state.narrow(layout.begin, layout.length)
 
+    def hold(self, reads: Mapping[str, int], budget_bytes: int) -> HeldState:
+        """Have the state as it is now for reading, whatever is written to it from now on.
+
+        Args:
+            reads: parameter -> how often each of its weights or moments is going to be read.
+            budget_bytes: as in `Snapshot`.
+        """
+        of_chunk: Counter[int] = Counter()
+        for name, count in reads.items():
+            for place in self._places.get(name, ()):
+                of_chunk[place.chunk] += count
+        self._snapshot = Snapshot(self._at, of_chunk, budget_bytes)
+        return HeldState(self, self._snapshot)
+
+    def keep(self, index: int) -> None:
+        """Call before a chunk is written to: what is held of it and was not read is copied."""
+        if self._snapshot is not None:
+            self._snapshot.keep(index)
+
+    def _at(self, index: int) -> AdamState:
+        return self.chunk(self.layout.chunks[index])
+
+    def _to_write(self, place: _Place) -> AdamState:
+        self.keep(place.chunk)
+        return self._at(place.chunk).narrow(place.offset, place.length)
+
     def write_master(self, name: str, master: Tensor) -> None:
         """Take a parameter's weights, (n,), fp32."""
         master = master.cpu()
-        for begin, start, length in self._places.get(name, ()):
-            part = self._state.narrow(begin, length)
-            split(master.narrow(0, start, length), part.upper, part.lower)
+        for place in self._places.get(name, ()):
+            part = self._to_write(place)
+            split(master.narrow(0, place.start, place.length), part.upper, part.lower)
 
     def master(self, name: str) -> Tensor:
         """Return a copy of a parameter's weights, (n,), fp32."""
-        return self._gather(name, torch.float32, lambda part: join(part.upper, part.lower))
+        return self.gather(name, torch.float32, lambda part: join(part.upper, part.lower))
 
     def upper(self, name: str) -> Tensor:
         """Return a copy of a parameter's weights as the accelerator has them, (n,), bf16."""
-        return self._gather(name, torch.bfloat16, lambda part: part.upper)
+        return self.gather(name, torch.bfloat16, lambda part: part.upper)
 
     def moment(self, name: str, moment: MomentName) -> Tensor:
         """Return a copy of one of a parameter's moments, (n,), fp32."""
-        return self._gather(name, torch.float32, lambda part: moment_of(part, moment))
+        return self.gather(name, torch.float32, lambda part: moment_of(part, moment))
 
     def write_moment(self, name: str, moment: MomentName, values: Tensor) -> None:
         """Take one of a parameter's moments, (n,), fp32."""
-        for begin, start, length in self._places.get(name, ()):
-            part = self._state.narrow(begin, length)
-            moment_of(part, moment).copy_(values.narrow(0, start, length))
+        for place in self._places.get(name, ()):
+            part = self._to_write(place)
+            moment_of(part, moment).copy_(values.narrow(0, place.start, place.length))
 
     def clear_moments(self) -> None:
         """Set all moments to zero."""
+        for index in range(len(self.layout.chunks)):
+            self.keep(index)
         self._state.m.zero_()
         self._state.v.zero_()
 
-    def _gather(self, name: str, dtype: torch.dtype, read: Callable[[AdamState], Tensor]) -> Tensor:
+    def gather(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        read: Callable[[AdamState], Tensor],
+        reading: Callable[[int], AbstractContextManager[AdamState]] | None = None,
+    ) -> Tensor:
+        """Return a copy of something of a parameter, (n,).
+
+        Args:
+            name: the parameter.
+            dtype: of the copy.
+            read: takes it from a part of a chunk.
+            reading: gives the chunks; without it they are as they are now.
+        """
         gathered = torch.empty(self.layout.sizes[name], dtype=dtype)
-        for begin, start, length in self._places.get(name, ()):
-            gathered.narrow(0, start, length).copy_(read(self._state.narrow(begin, length)))
+        for place in self._places.get(name, ()):
+            chunk = reading(place.chunk) if reading else nullcontext(self._at(place.chunk))
+            with chunk as state:
+                values = read(state.narrow(place.offset, place.length))
+                gathered.narrow(0, place.start, place.length).copy_(values)
         return gathered
+
+
+class _Place(NamedTuple):
+    """Where some of a parameter's elements lie."""
+
+    chunk: int
+    """Its index."""
+    offset: int
+    """In the chunk."""
+    start: int
+    """In the parameter."""
+    length: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """The state as it was when it was held."""
+
+    state: HostState
+    snapshot: Snapshot
+
+    def master(self, name: str) -> Tensor:
+        """Return a copy of a parameter's weights, (n,), fp32."""
+        return self._gather(name, lambda part: join(part.upper, part.lower))
+
+    def moment(self, name: str, moment: MomentName) -> Tensor:
+        """Return a copy of one of a parameter's moments, (n,), fp32."""
+        return self._gather(name, lambda part: moment_of(part, moment))
+
+    def _gather(self, name: str, read: Callable[[AdamState], Tensor]) -> Tensor:
+        return self.state.gather(name, torch.float32, read, self.snapshot.reading)
 
 
 @final

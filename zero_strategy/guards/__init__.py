@@ -1,0 +1,1 @@
+"""What is watched while a run trains, and acts alike on all ranks."""
