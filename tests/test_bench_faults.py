@@ -1,0 +1,81 @@
+"""The case `checkpoint_faults`: a small part of its faults, and that it tells what goes wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_strategy.experiments.benchmarks import faults_rows, run
+from zero_strategy.experiments.benchmarks.faults_hostile import CONFIGURATIONS
+from zero_strategy.experiments.benchmarks.faults_versions import save, tensors, version_of
+from zero_strategy.experiments.benchmarks.result import Findings, result_problems
+
+NEEDED = {
+    "kills": 60,
+    "kills: previous checkpoint loads": 100,
+    "kills: torn loads": 0,
+    "damaged": 100,
+    "damaged: detected or value-equal": 100,
+    "damaged: silent": 0,
+    "disk faults": 20,
+    "disk faults: raised on all ranks": 100,
+    "disk faults: earlier checkpoint intact": 100,
+    "reshape: pairs": 4,
+    "reshape: bit-equal": 100,
+    "resume: cases": 2,
+    "resume: bit-equal": 100,
+    "restarts": 1,
+    "restarts: recovered": 100,
+    "crafted: checkpoints": 10,
+    "crafted: configurations": 6,
+    "crafted: executed": 0,
+}
+
+
+def test_a_small_part_of_the_faults_loses_nothing(tmp_path: Path) -> None:
+    run.main(
+        ["checkpoint_faults", "--quick", "devices=1", "--out", str(tmp_path), "--commit", "abc"]
+    )
+    (file,) = tmp_path.iterdir()
+    result = json.loads(file.read_text())
+    assert result_problems(result) == []
+    found = {row["metric"]: row["median"] for row in result["rows"]}
+    for metric, least in NEEDED.items():
+        exact = found[metric] == least
+        assert exact or (found[metric] > least and not metric.rpartition(": ")[0]), metric
+    assert found["disk faults: slowest error"] <= faults_rows.LONGEST_SAVE_S
+    assert found["restarts: slowest first resumed step"] <= faults_rows.LONGEST_RESTART_S
+
+
+def test_there_are_forty_hostile_configurations_and_more() -> None:
+    assert len(set(CONFIGURATIONS)) >= 40
+
+
+def test_a_mixture_of_two_versions_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path, 5)
+    assert version_of(path) == 5
+    monkeypatch.setattr(
+        "zero_strategy.experiments.benchmarks.faults_versions.tensors",
+        lambda version, num_rows: tensors(version, num_rows) | {"model.b": tensors(6)["model.b"]},
+    )
+    assert version_of(path) is None
+
+
+def test_a_loss_and_a_mixture_are_broken_and_told() -> None:
+    findings = Findings()
+    found = {"kills": {"later x 1": 4}, "points": 3, "lost": ["it is gone"], "torn": ["mixed"]}
+    faults_rows.kills(faults_rows.Rows(findings), found)
+    rows = {row.metric: row.median for row in findings.rows}
+    assert rows["kills: previous checkpoint loads"] == 75.0
+    assert rows["kills: torn loads"] == 1
+    assert {"it is gone", "mixed"} <= set(findings.broken)
+
+
+def test_a_slow_error_is_broken() -> None:
+    findings = Findings()
+    rows = faults_rows.Rows(findings)
+    rows.add_limited("fast", 4.9, 5.0, "")
+    assert findings.broken == []
+    rows.add_limited("slow", 5.1, 5.0, "")
+    assert findings.broken == ["slow = 5.1 s: must be at most 5 s"]
