@@ -18,7 +18,7 @@ from tests.test_offload import Lit
 from zero_strategy import OffloadConfig, SaveConfig, ZeroStrategy
 from zero_strategy.checkpoint import files
 from zero_strategy.checkpoint.diff import diff
-from zero_strategy.checkpoint.staging import Ring
+from zero_strategy.checkpoint.staging import Ring, StagedSavePlanner
 from zero_strategy.checkpoint.verify import verify
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.layout import Layout
@@ -174,6 +174,36 @@ def test_the_older_checkpoint_is_removed_once_the_newer_is_complete(tmp_path: Pa
     (seen,) = ranks(1).run(run_that_keeps_one, str(tmp_path))
     assert all(seen)
     assert [p.name for p in tmp_path.iterdir()] == ["4.ckpt"]
+
+
+class Interrupts(SaveEach):
+    """Is interrupted by the user while a save copies."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StagedSavePlanner, "shard", interrupt)
+            super().on_train_batch_end(trainer)
+
+
+def run_that_is_interrupted(folder: str) -> str:
+    trainer = lit.trainer(
+        ZeroStrategy(stage=3, saving=AMPLE), max_steps=2, callbacks=[Interrupts(Path(folder))]
+    )
+    try:
+        trainer.fit(lit.Lit(), lit.loader())
+    except BaseException as error:  # noqa: BLE001 - what ended it is the result
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_interrupt_while_a_save_copies_ends_the_save_too(tmp_path: Path) -> None:
+    ended = ranks(1).run(run_that_is_interrupted, str(tmp_path))
+    assert ended[0]
+    assert not any(thread.name == "save" for thread in threading.enumerate())
+    assert list(tmp_path.iterdir()) == []
 
 
 # The ring.

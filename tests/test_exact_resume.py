@@ -3,9 +3,7 @@
 Each rank and each run starts from a seed of its own, so nothing is equal by chance.
 """
 
-import os
 import random
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -136,6 +134,67 @@ def test_what_model_checkpoint_saves_resumes_exactly(when: dict[str, int], tmp_p
     run_all(1, interrupt_by_model_checkpoint, str(tmp_path), **when)
 
 
+def stop_and_go_on(folder: str) -> list[str]:
+    whole = train("zero3", max_epochs=3)
+    wrong = []
+    for stop in ({"max_steps": 7}, {"max_steps": 30}, {"max_steps": 44}):
+        module, run = Noisy(), lit.trainer("zero3", max_epochs=3, val_check_interval=4, **stop)
+        faults_resume.seed_rank(0)
+        run.fit(module, noisy.loader(Rows(NUM_ROWS, noise=True)), noisy.loader(Rows(5)))
+        run.save_checkpoint(Path(folder) / f"{run.global_step}.ckpt")
+        for limits in ({"max_epochs": 3}, {"max_epochs": -1, "max_steps": 66}):
+            resumed = train("zero3", resume=f"{folder}/{run.global_step}.ckpt", seed=9, **limits)
+            if not resumed.repeats(whole, batches=run.global_step):
+                wrong.append(f"{stop}, {limits}: {len(resumed.losses)} micro-batches")
+    return wrong
+
+
+def test_a_run_that_a_number_of_steps_ended_goes_on_inside_the_epoch(tmp_path: Path) -> None:
+    run_all(1, stop_and_go_on, str(tmp_path))
+
+
+class FailsInValidation(Noisy):
+    def validation_step(self, batch: Any, index: int) -> None:
+        super().validation_step(batch, index)
+        if len(self.losses) >= 8:
+            raise RuntimeError("broken on purpose")
+
+
+def interrupt_validation(folder: str) -> list[str]:
+    whole = train("zero3")
+    keeping = ModelCheckpoint(folder, save_on_exception=True, save_top_k=0)
+    with suppress(RuntimeError):
+        train("zero3", module=FailsInValidation(), callbacks=[keeping], enable_checkpointing=True)
+    return resume_each("zero3", folder, whole)
+
+
+def test_a_validation_that_failed_leaves_a_checkpoint_that_resumes_exactly(tmp_path: Path) -> None:
+    run_all(1, interrupt_validation, str(tmp_path))
+
+
+class Again(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def save_again(folder: str) -> list[str]:
+    again = Path(folder) / "again"
+    again.mkdir()
+    whole = train("zero3", callbacks=[SaveAt(folder, "on_train_batch_end", [5])])
+    resume = Path(folder) / "5.ckpt"
+    train("zero3", resume=resume, seed=9, callbacks=[Again(str(again / "5.ckpt"))])
+    return resume_each("zero3", str(again), whole)
+
+
+def test_a_save_before_a_resumed_run_trains_resumes_like_the_one_it_came_from(
+    tmp_path: Path,
+) -> None:
+    run_all(1, save_again, str(tmp_path))
+
+
 def with_and_without_validation() -> bool:
     validated = train("zero3", max_epochs=1)
     return train("zero3", max_epochs=1, limit_val_batches=0).repeats(validated, batches=0)
@@ -228,7 +287,8 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 def dealt(outcomes: list[Outcome]) -> list[int]:
     """Samples in the order in which ranks are dealt them."""
-    return flat([list(samples) for samples in zip(*(flat(o.samples) for o in outcomes), strict=True)])
+    by_rank = [flat(o.samples) for o in outcomes]
+    return flat([list(samples) for samples in zip(*by_rank, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +317,10 @@ def test_the_order_of_samples_goes_on_with_other_ranks_and_batch_sizes(
 
 def steps(outcomes: list[Outcome], accumulate: int) -> list[set[int]]:
     """Samples of each optimizer step, of all ranks together."""
-    batches = [flat(list(ranks_batches)) for ranks_batches in zip(*(o.samples for o in outcomes))]
+    batches = [
+        flat(list(ranks_batches))
+        for ranks_batches in zip(*(o.samples for o in outcomes), strict=True)
+    ]
     starts = range(0, len(batches), accumulate)
     return [set(flat(batches[n : n + accumulate])) for n in starts]
 
@@ -276,6 +339,13 @@ def test_steps_on_other_ranks_take_the_samples_of_the_uninterrupted_runs_steps(
     found = ranks(1).run(resume_own, path, accumulate_grad_batches=5, **options)
     said = [text for text in found[0][1] if "at micro-batch" in text]
     assert len(said) == (0 if own else 1)
+
+
+def resumable(seed: int = 0) -> ResumableLoader:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rows = Rows(NUM_ROWS)
+    order = ResumableSampler(rows, num_replicas=size, rank=rank, seed=seed)
+    return ResumableLoader(rows, sampler=order, batch_size=2)
 
 
 def save_own(folder: str, make: str | None, **options: Any) -> Outcome:
@@ -301,10 +371,8 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_on_other_ranks_repeats_the_loss
 ) -> None:
     save = (str(tmp_path), "on_train_batch_end", [2])
     whole = ranks(2).run(losses_at, "zero3", save=save)[0]
-    for world_size, strategy in [(1, "zero2"), (4, "zero3")]:
-        path = str(tmp_path / "2.ckpt")
-        for losses in ranks(world_size).run(losses_at, strategy, resume=path):
-            assert losses == pytest.approx(whole[2:], rel=2e-6)  # see tests/test_parity.py
+    (losses,) = ranks(1).run(losses_at, "zero2", resume=str(tmp_path / "2.ckpt"))
+    assert losses == pytest.approx(whole[2:], rel=2e-6)  # see tests/test_parity.py
 
 
 class Backwards(Sampler[int]):
@@ -414,8 +482,17 @@ class Stateful(DataLoader):
         self.start = state_dict["start"]
 
 
+class Unsized(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Stream())
+
+
 def stream() -> DataLoader:
     return DataLoader(Stream(), batch_size=2)
+
+
+def unsized() -> DataLoader:
+    return Stateful(Unsized(), batch_size=2)
 
 
 def stateful() -> DataLoader:
@@ -435,7 +512,7 @@ class Paired(Noisy):
 
 
 def interrupt_other(folder: str, kind: str, **options: Any) -> list[str]:
-    make = {"stream": stream, "stateful": stateful}[kind]
+    make = {"stream": stream, "stateful": stateful, "unsized": unsized}[kind]
     return interrupt(
         "zero3", folder, "on_train_batch_end", make=make, use_distributed_sampler=False, **options
     )
@@ -451,6 +528,13 @@ def test_a_loader_that_cannot_go_on_is_named_and_what_repeats(tmp_path: Path) ->
 
 def test_a_loader_that_keeps_its_own_position_is_left_to_itself(tmp_path: Path) -> None:
     run_all(1, interrupt_other, str(tmp_path), "stateful", after=[5, 22, 30])
+
+
+def test_a_batch_that_lightning_asks_for_ahead_is_told_to_be_left_out(tmp_path: Path) -> None:
+    (wrong,) = ranks(1).run(
+        interrupt_other, str(tmp_path), "unsized", after=[5], val_check_interval=1.0
+    )
+    assert any("Stateful(Unsized): has no length" in text for text in wrong)
 
 
 def interrupt_paired(folder: str, mode: str) -> list[str]:
@@ -469,117 +553,3 @@ def interrupt_paired(folder: str, mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
 def test_several_loaders_go_on_together(mode: str, tmp_path: Path) -> None:
     run_all(1, interrupt_paired, str(tmp_path), mode)
-
-
-# Steps in progress.
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), [("zero1", 2), ("zero3", 1)])
-def test_a_save_in_the_middle_of_accumulation_resumes_at_the_steps_first_micro_batch(
-    strategy: str, world_size: int, tmp_path: Path
-) -> None:
-    after = [1, 4, 6, 11, 13]
-    run_all(
-        world_size,
-        interrupt,
-        strategy,
-        str(tmp_path),
-        "on_train_batch_end",
-        after,
-        accumulate_grad_batches=4,
-    )
-
-
-def resumable(seed: int = 0) -> ResumableLoader:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    rows = Rows(NUM_ROWS)
-    order = ResumableSampler(rows, num_replicas=size, rank=rank, seed=seed)
-    return ResumableLoader(rows, sampler=order, batch_size=2)
-
-
-class Fails(Noisy):
-    """Fails in the middle of a training step, or is sent a signal in one, on one rank."""
-
-    def __init__(self, at: int, how: str) -> None:
-        super().__init__()
-        self.at, self.how = at, how
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        if len(self.losses) == self.at and self.how == "exception":
-            raise RuntimeError("broken on purpose")
-        if len(self.losses) == self.at and dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-
-def interrupt_step(folder: str, how: str, at: int, own: bool, **options: Any) -> list[str]:
-    options = {"make": resumable if own else None, **options}
-    whole = train("zero3", **options)
-    keeping = ModelCheckpoint(folder, save_on_exception=True, save_top_k=0)
-    with suppress(RuntimeError, SystemExit):
-        train("zero3", module=Fails(at, how), callbacks=[keeping], **options)
-    wrong = [] if len(list(Path(folder).iterdir())) == 1 else ["not one checkpoint"]
-    return wrong + resume_each("zero3", folder, whole, **options)
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["DataLoader", "ResumableLoader"])
-@pytest.mark.parametrize(("how", "accumulate"), [("exception", 1), ("signal", 1), ("signal", 3)])
-def test_a_step_that_an_exception_or_a_signal_ended_is_taken_again(
-    how: str, accumulate: int, own: bool, tmp_path: Path
-) -> None:
-    run_all(
-        2,
-        interrupt_step,
-        str(tmp_path),
-        how,
-        5,
-        own,
-        accumulate_grad_batches=accumulate,
-        enable_checkpointing=True,
-    )
-
-
-def test_a_position_past_the_last_step_is_told_when_it_is_saved(tmp_path: Path) -> None:
-    (wrong,) = ranks(1).run(
-        interrupt_other, str(tmp_path), "stateful", after=[6], accumulate_grad_batches=4
-    )
-    assert any("goes on at micro-batch 2 of the 4 of an optimizer step" in text for text in wrong)
-
-
-def saved_with_warnings(folder: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        save_once(folder, 6, make=stateful, use_distributed_sampler=False, accumulate_grad_batches=4)
-    return told(found)
-
-
-def test_gradients_that_a_save_cannot_hold_are_told_by_loader_and_number(tmp_path: Path) -> None:
-    (said,) = ranks(1).run(saved_with_warnings, str(tmp_path))
-    assert len(said) == 1
-    assert "training loader Stateful(Rows) stores a position of its own, which is 2 batches" in said[0]
-
-
-# Our own loader.
-
-
-def interrupt_own(folder: str, **options: Any) -> list[str]:
-    return interrupt("zero3", folder, "on_train_batch_end", make=resumable, **options)
-
-
-def test_resumable_loaders_go_on_with_the_draws_of_the_uninterrupted_run(tmp_path: Path) -> None:
-    run_all(2, interrupt_own, str(tmp_path), after=[3, 11, 13], max_epochs=3)
-
-
-def test_a_checkpoint_without_random_states_says_what_differs(tmp_path: Path) -> None:
-    path = str(tmp_path / "plain.ckpt")
-    run = lit.trainer("auto", max_epochs=1)
-    run.fit(Noisy(), noisy.loader(Rows(NUM_ROWS)))
-    run.save_checkpoint(path)
-    ((_, said),) = ranks(1).run(resume, path)
-    assert len(said) == 1
-    assert said[0].startswith("the checkpoint holds no random states")
-
-
-def test_the_benchmarks_resumed_runs_are_all_bit_equal() -> None:
-    assert ranks(1).run(faults_resume.run, 1) == [{"cases": 2, "bit_equal": 2}]

@@ -293,7 +293,7 @@ class Resuming:
             return problem
         elif isinstance(loader, GoesOn):
             return "the checkpoint holds no position of it"
-        elif not isinstance(loader, KeepsPosition):
+        elif not isinstance(loader, KeepsPosition):  # pyright: ignore[reportGeneralTypeIssues]
             return "it cannot go on in the middle of an epoch"
         return None
 

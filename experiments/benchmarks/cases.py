@@ -13,6 +13,7 @@ NAMES = (
     "validate_then_fit_nccl",
     "adam_cpu",
     "checkpoint_faults",
+    "checkpoint_speed",
     "offload_3b_16k",
     "offload_3b_4k",
     "offload_7b_8k",
@@ -27,6 +28,7 @@ def find_case(name: str) -> Case:
     from zero_strategy.experiments.benchmarks.adam_cpu import AdamCpu
     from zero_strategy.experiments.benchmarks.adam_systems import SYSTEMS
     from zero_strategy.experiments.benchmarks.checkpoint_faults import CheckpointFaults
+    from zero_strategy.experiments.benchmarks.checkpoint_speed import CheckpointSpeed
     from zero_strategy.experiments.benchmarks.host_syncs import HostSyncCase
     from zero_strategy.experiments.benchmarks.offload_cases import offload_cases
     from zero_strategy.experiments.benchmarks.train_step import TrainStep
@@ -73,6 +75,7 @@ def find_case(name: str) -> Case:
             build_timeout_s=300,
         ),
         "checkpoint_faults": CheckpointFaults(),
+        "checkpoint_speed": CheckpointSpeed(),
         **offload_cases(),
     }
     return cases[name]

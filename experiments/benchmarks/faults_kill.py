@@ -187,7 +187,7 @@ def _at_random_times(
         codes = run_ranks(world_size, run, kill=(kill.victim, after_s))
         if codes[kill.victim] != -signal.SIGKILL:
             raise RuntimeError(f"{kill}: ended with {codes} before it was killed")
-        tally.kills[f"{kill.situation}, {world_size} ranks"] += 1
+        tally.kills[kill.kind] += 1
         _look(place, kill, f"{kill}, after {after_s:.4f} s", tally)
 
 

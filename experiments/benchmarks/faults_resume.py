@@ -154,7 +154,7 @@ class _SaveAt(Callback):
         self.folder, self.steps, self.trained = folder, steps, 0
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:  # type: ignore[override]
         self.trained += 1
         if self.trained in self.steps:
             trainer.save_checkpoint(self.folder / f"{self.trained}.ckpt")

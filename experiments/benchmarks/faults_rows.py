@@ -164,8 +164,8 @@ def reshapes(rows: Rows, found: dict[str, Any]) -> None:
         "cases",
         len(pairs),
         f"saved with each of {', '.join(found['strategies'])} on 1 to {found['ranks']} ranks, "
-        "taken up on each number of ranks with these in turn; tied, frozen and odd weights, one with "
-        "fewer rows than ranks, a buffer, two groups, AdamW, bf16-mixed",
+        "taken up on each number of ranks with these in turn; tied, frozen and odd weights, one "
+        "with fewer rows than ranks, a buffer, two groups, AdamW, bf16-mixed",
     )
     equal = sum(not lines for lines in pairs.values())
     rows.add_exact(

@@ -18,11 +18,15 @@ BEGIN = "<!-- measured: begin, written by zero_strategy.experiments.benchmarks.r
 END = "<!-- measured: end -->"
 HEAD = ("case", "system", "step time, s (min-max)", "tokens/s", "peak memory, GiB", "ours is")
 
+FAULTS_HEAD = ("case", "fault", "figures")
+
 # Only cases of training steps have the columns of the table.
 TITLES = {
     "train_step_3b": "3.37B, 4 x 4096 tokens, recompute",
     "train_step_small": "0.13B, 8 x 1024 tokens",
 }
+# Cases that have a table of their own, a line for each kind of fault.
+FAULTS_TITLES = {"checkpoint_faults": "checkpoints under faults"}
 
 
 def committed_results() -> dict[str, dict[str, Any]]:
@@ -31,11 +35,34 @@ def committed_results() -> dict[str, dict[str, Any]]:
 
 
 def measured_table(results: Iterable[dict[str, Any]]) -> str:
-    """Return the Markdown table of the training-step results; empty without any."""
-    lines = [line for result in results if result["case"] in TITLES for line in _lines(result)]
+    """Return the Markdown tables of training steps and of faults; empty without any."""
+    steps: list[Sequence[str]] = []
+    faults: list[Sequence[str]] = []
+    for result in results:
+        if result["case"] in TITLES:
+            steps += _lines(result)
+        elif result["case"] in FAULTS_TITLES:
+            faults += _fault_lines(result)
+    return "\n\n".join(filter(None, (_markdown(HEAD, steps), _markdown(FAULTS_HEAD, faults))))
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         return ""
-    return "\n".join(["| " + " | ".join(line) + " |" for line in (HEAD, ["---"] * 6, *lines)])
+    rule = ["---"] * len(head)
+    return "\n".join(["| " + " | ".join(line) + " |" for line in (head, rule, *lines)])
+
+
+def _fault_lines(result: dict[str, Any]) -> Iterable[Sequence[str]]:
+    """Yield a line for each kind: what stands before the colon in the names of its metrics."""
+    kinds: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        kind, _, name = row["metric"].partition(": ")
+        figure = f"{row['median']:.4g} {row['unit']}" if row["runs"] else row["note"]
+        kinds.setdefault(kind, []).append(f"{name} {figure}".strip().replace("|", "/"))
+    case = f"{FAULTS_TITLES[result['case']]}; {result['hardware']}"
+    for kind, figures in kinds.items():
+        yield case, kind, ", ".join(figures)
 
 
 def _lines(result: dict[str, Any]) -> Iterable[Sequence[str]]:

@@ -150,10 +150,14 @@ def reseed(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def apart(
-    seed: int, device: torch.device = torch.device("cpu")
-) -> Generator[RandomState, None, None]:
-    """Draw from a stream of its own inside; gives the state that is there again afterwards."""
+def apart(seed: int, device: torch.device | None = None) -> Generator[RandomState, None, None]:
+    """Draw from a stream of its own inside; gives the state that is there again afterwards.
+
+    Args:
+        seed: of the stream.
+        device: whose generator is set apart too; None for the CPU's alone.
+    """
+    device = device or torch.device("cpu")
     outer = RandomState.now(device)
     reseed(seed, device)
     try:

@@ -114,10 +114,13 @@ class Staging:
             for item in self._items or ():
                 if self.is_copied(item):
                     self._copy(shard(item).detach())
-        except Exception as error:  # noqa: BLE001 - raised where it is written
+        except BaseException as error:  # raised where it is written
+            interrupted = not isinstance(error, Exception)
             with self._changed:
-                self._failure = error
+                self._failure = InterruptedError("the run ended") if interrupted else error
                 self._changed.notify_all()
+            if interrupted:
+                raise
 
     def _copy(self, source: Tensor) -> None:
         with self._changed:

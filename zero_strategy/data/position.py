@@ -4,9 +4,9 @@ What a pass shows is decided by indices, which cost nothing: a loader that goes 
 the samples that were seen. That the order is the one that was saved is not assumed of a sampler but
 compared: a fingerprint says which samples stood at which places of the order.
 
-Samplers draw from a stream of their own when a pass starts, whose seed is stored, so `RandomSampler`
-repeats its order too. A `DistributedSampler` deals one order out, to any number of ranks; that order
-goes on with another number of ranks or another batch size.
+Samplers draw from a stream of their own when a pass starts, whose seed is stored, so that
+`RandomSampler` repeats its order too. A `DistributedSampler` deals one order out, to any number of
+ranks; that order goes on with another number of ranks or another batch size.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from zero_strategy.checkpoint.foreign.found import (
     trainer_keys,
 )
 from zero_strategy.checkpoint.foreign.optimizers import COUNTED, is_counted, named_optimizer
-from zero_strategy.checkpoint.foreign.parts import Part, lone_file, whole_file
+from zero_strategy.checkpoint.foreign.parts import Part, whole_file
 from zero_strategy.checkpoint.foreign.safetensors_header import Header, is_safetensors, read_header
 from zero_strategy.checkpoint.foreign.settle import settled
 from zero_strategy.checkpoint.foreign.tensors import Box, Built, FileTensor, from_boxes, late
@@ -195,18 +195,18 @@ class _Directory:
         return self._files[file].slice(info.field("offset"), info.field("length"))
 
     def _shard(self, name: str, part: Part) -> FileTensor:
-        header = self._header(part.path)
+        header = self._header(part)
         tensor = header.tensor(name) if header else torch_file.read(part)
         if not isinstance(tensor, FileTensor):
             refuse(f"has something else where {name!r:.60} should lie")
         return tensor
 
-    def _header(self, path: Path) -> Header | None:
+    def _header(self, part: Part) -> Header | None:
         """Of a file that is one safetensors file, in which shards go by their tensor's name."""
-        if path not in self._headers:
-            file = lone_file(path)
-            self._headers[path] = read_header(file) if is_safetensors(file) else None
-        return self._headers[path]
+        if part.path not in self._headers:
+            file = part.whole()
+            self._headers[part.path] = read_header(file) if is_safetensors(file) else None
+        return self._headers[part.path]
 
 
 def _dict(whole: Any, name: str, *, empty: bool = False) -> dict[Any, Any]:

@@ -44,6 +44,10 @@ class Part:
             )
         return Part(self.path, self.start + start, length)
 
+    def whole(self) -> Part:
+        """Return the file that it is of, as long as that is now."""
+        return Part(self.path, 0, self.path.stat().st_size)
+
     def read(self) -> bytes:
         """Return the bytes."""
         data = bytearray(self.length)

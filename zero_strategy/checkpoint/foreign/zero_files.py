@@ -57,6 +57,8 @@ def rank_files(folder: Path, *, unsafe: bool) -> RankFiles:
     others = {n for n in states if not (_OPTIMIZER.fullmatch(n) or _MODEL.fullmatch(n))}
     if others:
         refuse(f"has {min(others)}: tensor, pipeline and expert parallelism are not read")
+    if not any(map(_OPTIMIZER.fullmatch, states)):
+        refuse(f"has no *_optim_states.pt in {tag.name}, must be written under ZeRO 1, 2 or 3")
     optimizers, models = _numbered(states, _OPTIMIZER), _numbered(states, _MODEL)
     found = []
     for name in optimizers:
@@ -64,9 +66,9 @@ def rank_files(folder: Path, *, unsafe: bool) -> RankFiles:
         if not isinstance(content, dict):
             refuse(f"has no optimizer_state_dict in {name}")
         found.append(content)
-    count = found[0].get("partition_count") if found else None
+    count = found[0].get("partition_count")
     counts = count if isinstance(count, list | tuple) else [count]
-    if not found or any(n != len(found) for n in counts):
+    if any(n != len(found) for n in counts):
         refuse(f"has the optimizer states of {len(found)} ranks, must have those of {count}")
     if not models:
         refuse("has no model states")
