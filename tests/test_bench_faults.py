@@ -11,23 +11,25 @@ from zero_strategy.experiments.benchmarks.faults_hostile import CONFIGURATIONS
 from zero_strategy.experiments.benchmarks.faults_versions import save, tensors, version_of
 from zero_strategy.experiments.benchmarks.result import Findings, result_problems
 
-NEEDED = {
-    "kills": 60,
+EXACTLY = {
     "kills: previous checkpoint loads": 100,
     "kills: torn loads": 0,
-    "damaged": 100,
     "damaged: detected or value-equal": 100,
     "damaged: silent": 0,
-    "disk faults": 20,
     "disk faults: raised on all ranks": 100,
     "disk faults: earlier checkpoint intact": 100,
-    "reshape: pairs": 4,
     "reshape: bit-equal": 100,
-    "resume: cases": 2,
     "resume: bit-equal": 100,
+    "crafted: executed": 0,
+}
+AT_LEAST = {
+    "kills": 40,
+    "damaged": 100,
+    "disk faults": 20,
+    "reshape: pairs": 4,
+    "resume: cases": 2,
     "crafted: checkpoints": 10,
     "crafted: configurations": 6,
-    "crafted: executed": 0,
 }
 
 
@@ -39,9 +41,8 @@ def test_a_small_part_of_the_faults_loses_nothing(tmp_path: Path) -> None:
     result = json.loads(file.read_text())
     assert result_problems(result) == []
     found = {row["metric"]: row["median"] for row in result["rows"]}
-    for metric, least in NEEDED.items():
-        exact = found[metric] == least
-        assert exact or (found[metric] > least and not metric.rpartition(": ")[0]), metric
+    assert {metric: found[metric] for metric in EXACTLY} == EXACTLY
+    assert all(found[metric] >= least for metric, least in AT_LEAST.items())
     assert found["disk faults: slowest error"] <= faults_rows.LONGEST_SAVE_S
 
 

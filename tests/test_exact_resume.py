@@ -38,7 +38,6 @@ from zero_strategy.experiments.benchmarks import faults_resume
 from zero_strategy.experiments.benchmarks.faults_resume import Noisy, Outcome, Rows
 
 CPU = torch.device("cpu")
-QUIET = {"enable_checkpointing": False}
 
 
 def told(found: list[warnings.WarningMessage]) -> list[str]:
@@ -56,7 +55,7 @@ def resume_each(strategy: str, folder: str, whole: Outcome, **options: Any) -> l
     for path in sorted(Path(folder).iterdir()):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            resumed = train(strategy, resume=path, seed=99, **{**options, **QUIET})
+            resumed = train(strategy, resume=path, seed=99, **options)
         trained = len(whole.losses) - len(resumed.losses)
         if not resumed.repeats(whole, batches=trained):
             wrong.append(f"{path.name}: differs, with {trained} micro-batches left out")

@@ -67,8 +67,9 @@ def interrupt_step(folder: str, how: str, at: int, own: bool, **options: Any) ->
     options = {"make": resumable if own else None, **options}
     whole = train("zero3", **options)
     keeping = ModelCheckpoint(folder, save_on_exception=True, save_top_k=0)
+    saving = {"callbacks": [keeping], "enable_checkpointing": True}
     with suppress(RuntimeError, SystemExit):
-        train("zero3", module=Fails(at, how), callbacks=[keeping], **options)
+        train("zero3", module=Fails(at, how), **saving, **options)
     wrong = [] if len(list(Path(folder).iterdir())) == 1 else ["not one checkpoint"]
     return wrong + resume_each("zero3", folder, whole, **options)
 
@@ -78,16 +79,7 @@ def interrupt_step(folder: str, how: str, at: int, own: bool, **options: Any) ->
 def test_a_step_that_an_exception_or_a_signal_ended_is_taken_again(
     how: str, accumulate: int, own: bool, tmp_path: Path
 ) -> None:
-    run_all(
-        2,
-        interrupt_step,
-        str(tmp_path),
-        how,
-        5,
-        own,
-        accumulate_grad_batches=accumulate,
-        enable_checkpointing=True,
-    )
+    run_all(2, interrupt_step, str(tmp_path), how, 5, own, accumulate_grad_batches=accumulate)
 
 
 def test_a_position_past_the_last_step_is_told_when_it_is_saved(tmp_path: Path) -> None:

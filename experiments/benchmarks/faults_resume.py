@@ -101,7 +101,9 @@ class Noisy(pl.LightningModule):
 
     @override
     def validation_step(self, batch: Any, index: int) -> None:
-        torch.rand(()), random.random(), np.random.rand()
+        torch.rand(())
+        random.random()
+        np.random.rand()
 
     @override
     def configure_optimizers(self) -> Any:
