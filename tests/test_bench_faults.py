@@ -25,11 +25,11 @@ EXACTLY = {
 AT_LEAST = {
     "kills": 40,
     "damaged": 100,
-    "disk faults": 20,
+    "disk faults": 10,
     "reshape: pairs": 4,
     "resume: cases": 2,
-    "crafted: checkpoints": 10,
-    "crafted: configurations": 6,
+    "crafted: checkpoints": 7,
+    "crafted: configurations": 4,
 }
 
 

@@ -375,8 +375,7 @@ def test_a_checkpoint_is_converted_a_tensor_at_a_time(tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", MEMORY, *map(str, (small, *sources))]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=os.environ)
     grown = [int(line) for line in done.stdout.split()]
-
-    # A tensor and the file's pages that it is made of, and what the first writing loads.
+    # A tensor and the file's pages that it is made of, and what the reader loads.
     assert len(grown) == 3
     assert max(grown) <= 8 * each, grown
     for source in sources:

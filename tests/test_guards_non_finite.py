@@ -14,7 +14,7 @@ from tests import guarded, lit
 from tests.counting import scalar_reads
 from tests.guarded import Net
 from tests.ranks import ranks
-from zero_strategy import GuardConfig, Monitor, ShardedEMA
+from zero_strategy import GuardConfig, Monitor, SaveConfig, ShardedEMA
 from zero_strategy.checkpoint.verify import verify
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import ShardNorms
@@ -368,7 +368,7 @@ def _spoil(part: str, run: pl.Trainer, module: Net) -> None:
         guarded.local(run.optimizers[0].state[module.layers[1].linear.weight]["exp_avg_sq"])[:] = (
             float("inf")
         )
-    elif part == "offloaded moment":
+    elif part.startswith("offloaded moment"):
         state = strategy.sharded.offloading.engine.state
         state.write_moment("layers.1.linear.weight", "v", torch.full((50,), float("inf")))
 
@@ -377,13 +377,16 @@ def poison(part: str, path: str) -> str:
     """Spoil a run's state and save it over an earlier checkpoint."""
     by_step = part == "weight by a step"
     module = Net(lr=float("inf") if by_step else 0.01)
-    name = "zero3_offload" if part == "offloaded moment" else "zero3"
-    run = lit.trainer(strategy(name), max_steps=1, precision="bf16-mixed")
+    name = "zero3_offload" if part.startswith("offloaded") else "zero3"
+    saving = SaveConfig(background=part.endswith("in the background"))
+    own = ZeroStrategy(**PRESETS[name], guards=SKIP, saving=saving)
+    run = lit.trainer(own, max_steps=1, precision="bf16-mixed")
     run.fit(module, guarded.loader(1))
     if not by_step:
         run.save_checkpoint(path)
+        own.wait_for_save()
         _spoil(part, run, module)
-    return failure(run.save_checkpoint, path)
+    return failure(run.save_checkpoint, path) or failure(own.wait_for_save)
 
 
 @pytest.mark.parametrize(
@@ -397,6 +400,7 @@ def poison(part: str, path: str) -> str:
         ("buffer", "NonFiniteStateError: model.layers.0.norm.mean holds an inf or a NaN on rank 0"),
         ("moment", "NonFiniteStateError: optim.0.layers.1.linear.weight.exp_avg_sq holds an inf"),
         ("offloaded moment", "rank 1 could not write the checkpoint (NonFiniteStateError: optim.0"),
+        ("offloaded moment in the background", "(NonFiniteStateError: optim.0.layers.1.linear"),
     ],
 )
 def test_a_state_that_is_not_finite_is_not_saved_and_what_was_there_stays(

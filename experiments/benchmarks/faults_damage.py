@@ -19,8 +19,8 @@ from zero_strategy.experiments.benchmarks.faults_versions import save, version_o
 from zero_strategy.experiments.benchmarks.forks import run_ranks
 
 VERSION, OTHER = 1, 2
-LARGE_ROWS = 2_000_003
-"""Rows of a tensor that lies under several checksums."""
+LARGE_ROWS = 700_001
+"""Rows of a tensor that lies under two checksums."""
 _SECTOR, _PAGE = 512, 4096
 
 
@@ -77,7 +77,7 @@ def damages(*, each: int, each_large: int) -> dict[str, Any]:
     Args:
         each: cases for every kind of spoilt bytes and every file; those of whole files, which are
             few, come on top.
-        each_large: likewise, for a file with several checksums per tensor.
+        each_large: likewise, for a file with two checksums per tensor.
 
     Returns: "outcomes", name -> cases: "detected" is an error that names the checkpoint, "equal"
         means that every value is as it was saved. "silent" and "unnamed" tell of each other case.

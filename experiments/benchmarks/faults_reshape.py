@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -18,10 +22,13 @@ from typing_extensions import override
 from zero_strategy.checkpoint import storage
 from zero_strategy.checkpoint.diff import diff
 from zero_strategy.config import OffloadConfig
+from zero_strategy.experiments.benchmarks.forks import run_ranks
 from zero_strategy.strategy import ZeroStrategy
 
 STRATEGIES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 NUM_STEPS = 2
+_LIMIT_S = 200.0
+"""For all that a number of ranks saves or takes up."""
 _VOCABULARY, _WIDTH, _INNER = 61, 11, 17
 
 
@@ -105,17 +112,65 @@ def _rows() -> DataLoader[Tensor]:
     return DataLoader(cast(Any, rows), batch_size=2)
 
 
-def save_all(folder: str, strategies: list[str]) -> dict[str, bool]:
+def reshapes(*, most_ranks: int, num_strategies: int) -> dict[str, Any]:
+    """Save on 1, 2, ... ranks, and take up every saved run on each number of ranks.
+
+    Args:
+        most_ranks: so many at most.
+        num_strategies: of `STRATEGIES`, the last so many.
+
+    Returns: "same" and "pairs", what `save_all` and `load_all` return; "strategies"; "ranks".
+
+    Raises:
+        RuntimeError: a rank failed; says why.
+    """
+    strategies: list[str] = list(STRATEGIES[-num_strategies:])
+    found: dict[str, dict[str, Any]] = {"same": {}, "pairs": {}}
+    with tempfile.TemporaryDirectory() as name:
+        for what, function in (("same", save_all), ("pairs", load_all)):
+            for size in range(1, most_ranks + 1):
+                found[what] |= _on_ranks(size, function, Path(name), strategies)
+    return {**found, "strategies": strategies, "ranks": most_ranks}
+
+
+def _on_ranks(
+    world_size: int,
+    function: Callable[[Path, list[str]], dict[str, Any]],
+    folder: Path,
+    strategies: list[str],
+) -> dict[str, Any]:
+    """Call a function in forks that form a group; returns what it returns on rank 0."""
+    report, reason = folder / "report.json", folder / "reason"
+
+    def run(rank: int) -> None:
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value = function(folder, strategies)
+        except Exception as error:
+            reason.write_text(f"{type(error).__name__}: {error}")
+            raise
+        if rank == 0:
+            report.write_text(json.dumps(value))
+
+    codes = run_ranks(world_size, run, limit_s=_LIMIT_S)
+    if any(codes):
+        why = reason.read_text() if reason.exists() else f"ended with {codes}"
+        raise RuntimeError(f"{function.__name__} on {world_size} ranks: {why}")
+    return json.loads(report.read_text())
+
+
+def save_all(folder: Path, strategies: list[str]) -> dict[str, bool]:
     """Train on these ranks with each strategy, from a seed of its own, and save. Collective.
 
     Returns: name of the checkpoint -> whether it holds every bit of the run's weights, buffers and
         moments, as the run itself shows them.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     world_size, same = dist.get_world_size(), {}
     for number, name in enumerate(strategies):
-        path = Path(folder, f"{name}-{world_size}.ckpt")
+        path = folder / f"{name}-{world_size}.ckpt"
         module = _Model(seed=100 * world_size + number)
         trainer = _trainer(name, NUM_STEPS, [])
         trainer.fit(module, _rows())
@@ -145,7 +200,7 @@ def _whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def load_all(folder: str, strategies: list[str]) -> dict[str, list[str]]:
+def load_all(folder: Path, strategies: list[str]) -> dict[str, list[str]]:
     """Take up every saved run on these ranks, and save what was taken up. Collective.
 
     Args:
@@ -154,11 +209,9 @@ def load_all(folder: str, strategies: list[str]) -> dict[str, list[str]]:
 
     Returns: the pair -> where the second checkpoint differs from the first; nothing if nowhere.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     world_size, pairs = dist.get_world_size(), {}
-    saved = sorted(Path(folder).glob("zero*.ckpt"))
-    again = Path(folder, f"again on {world_size}.ckpt")
+    saved = sorted(folder.glob("zero*.ckpt"))
+    again = folder / f"again on {world_size}.ckpt"
     for number, path in enumerate(saved):
         name = strategies[(number + world_size) % len(strategies)]
         trainer = _trainer(name, NUM_STEPS + 1, [_SaveAtStart(again)])

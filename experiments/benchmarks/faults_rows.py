@@ -157,7 +157,7 @@ def disks(rows: Rows, found: dict[str, Any]) -> None:
 
 
 def reshapes(rows: Rows, found: dict[str, Any]) -> None:
-    """Add what `faults_reshape` found: "same", "pairs", "strategies" and the most "ranks"."""
+    """Add what `faults_reshape.reshapes` found."""
     same, pairs = found["same"], found["pairs"]
     rows.add(
         "reshape: pairs",

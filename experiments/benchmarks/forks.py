@@ -48,7 +48,11 @@ def die_at(moment: int, calls: tuple[tuple[Any, str], ...] = CALLS) -> None:
 
 
 def run_ranks(
-    world_size: int, function: Callable[[int], None], *, kill: tuple[int, float] | None = None
+    world_size: int,
+    function: Callable[[int], None],
+    *,
+    kill: tuple[int, float] | None = None,
+    limit_s: float = LIMIT_S,
 ) -> list[int]:
     """Run a function in a fork per rank, which form a gloo group where there are several.
 
@@ -57,6 +61,7 @@ def run_ranks(
         function: told its rank; may be killed, or die of its peer.
         kill: a rank, and the seconds after which it is killed from outside; they count once every
             rank is in the group.
+        limit_s: after so long, ranks that still run are killed.
 
     Returns: exit codes by rank, negative for a signal.
     """
@@ -80,7 +85,7 @@ def run_ranks(
                 codes[rank] = os.waitstatus_to_exitcode(status)
                 continue
             aged = time.monotonic() - began
-            if (kill and rank == kill[0] and aged > kill[1]) or aged > LIMIT_S:
+            if (kill and rank == kill[0] and aged > kill[1]) or aged > limit_s:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.0005)
     return [codes[rank] for rank in range(world_size)]
@@ -94,11 +99,19 @@ def _fork(rank: int, world_size: int, port: int, function: Callable[[int], None]
     try:
         torch.set_num_threads(1)  # a fork has no threads of a pool that its parent had
         random.seed(rank)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
         if world_size > 1:
             # What a survivor says of its peer's death is expected.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            address = f"tcp://127.0.0.1:{port}"
-            dist.init_process_group("gloo", address, rank=rank, world_size=world_size)
+            dist.init_process_group("gloo")
         os.write(tell, b".")
         function(rank)
         code = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,8 +81,19 @@ class FileTensor:
         buffer, begin = part.map()
         raw = torch.frombuffer(buffer, dtype=torch.uint8, count=part.length, offset=begin)
         if raw.data_ptr() % itemsize:
-            raw = raw.clone()
+            raw = _fresh((part.length,), torch.uint8).copy_(raw)
         return raw.view(self.dtype).as_strided(self.shape, self.stride).contiguous()
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory that goes back to the system when it is let go.
+
+    That of malloc would not: small objects come to lie in what a tensor left.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
 @final
@@ -150,7 +162,7 @@ def from_boxes(
         _check_backed(math.prod(whole) * dtype.itemsize, parts)
         if len(parts) == 1:
             return parts[0].read()
-        target = torch.empty(whole, dtype=dtype)
+        target = _fresh(whole, dtype)
         for ((offset, size), _), part in zip(boxes, parts, strict=True):
             place = target
             for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
@@ -212,7 +224,7 @@ def from_flat(shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[FileTen
     assert sum(part.numel for part in parts) == math.prod(whole), "cut to fit"
 
     def read() -> Tensor:
-        target, at = torch.empty(math.prod(whole), dtype=dtype), 0
+        target, at = _fresh((math.prod(whole),), dtype), 0
         for part in parts:
             target.narrow(0, at, part.numel).copy_(part.read())
             at += part.numel
