@@ -7,7 +7,6 @@ imports torch and Lightning once, which is most of a rank's time, and forks the 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from zero_strategy.experiments.benchmarks.launch import free_port, rank_variables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,9 +90,7 @@ class _Call:
     """The ranks of one function."""
 
     def __init__(self, folder: Path, world_size: int, function: Callable[[], Any]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         folder.mkdir()
         self.name = folder.name
         self._began = time.monotonic()
@@ -139,16 +138,7 @@ def _fork(rank: int, world_size: int, port: int, file: Path, function: Callable[
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-    )
+    os.environ.update(rank_variables(rank, world_size, port))
     code = 0
     try:
         function()

@@ -145,3 +145,17 @@ def state(run: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of what is not the same in both."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+class Late:
+    """The end of a copy that takes so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.left = questions
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def synchronize(self) -> None:
+        self.left = 0

@@ -8,12 +8,13 @@ as under torchrun, and Lightning joins the process group it finds.
 import importlib
 import os
 import pickle
-import socket
 import traceback
 import warnings
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from typing import Any
+
+from zero_strategy.experiments.benchmarks.launch import free_port, rank_variables
 
 
 class RankError(AssertionError):
@@ -25,9 +26,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         context = get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -98,17 +97,7 @@ def close_all() -> None:
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-        OMP_NUM_THREADS="1",
-    )
+    os.environ.update(rank_variables(rank, world_size, port), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
 

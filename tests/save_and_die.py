@@ -1,13 +1,9 @@
 """A rank of a save that one of the ranks does not survive: `python -m tests.save_and_die ...`."""
 
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,29 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from zero_strategy.checkpoint import storage
-
-CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
-
-
-def die_at(moment: int, modules: tuple[tuple[Any, str], ...]) -> None:
-    """Kill this process before (even) or after (odd) its n-th call of one of the functions."""
-    left = [moment]
-
-    def deadly(call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            done = call(*args, **kwargs)
-            if left[0] == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 2
-            return done
-
-        return run
-
-    for module, name in modules:
-        setattr(module, name, deadly(getattr(module, name)))
+from zero_strategy.experiments.benchmarks.forks import CALLS, die_at
 
 
 def whole(version: int) -> dict[str, torch.Tensor]:
@@ -54,7 +28,7 @@ def main(path: str, victim: str, moment: str) -> None:
     for version in (1, 2):
         shards = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in whole(version).items()}
         if version == 2 and dist.get_rank() == int(victim):
-            die_at(int(moment), tuple((os, name) for name in CALLS))
+            die_at(int(moment), tuple(call for call in CALLS if call[0] is os))
         storage.save(Path(path), shards, {"version": version})
     os._exit(0)
 

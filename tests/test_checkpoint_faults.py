@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -19,11 +18,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.save_and_die import CALLS, die_at, whole
+from tests.save_and_die import whole
 from zero_strategy.checkpoint import files, storage
 from zero_strategy.checkpoint.codec import decode, encode
 from zero_strategy.checkpoint.manifest import NAME, DamagedError, Manifest
 from zero_strategy.checkpoint.verify import verify
+from zero_strategy.experiments.benchmarks.forks import die_at
+from zero_strategy.experiments.benchmarks.launch import free_port, rank_variables
 from zero_strategy.experiments.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -81,7 +82,7 @@ def killed_at(moment: int, action: Callable[[], None]) -> bool:
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)  # a fork has no threads of a pool that the parent had
-        die_at(moment, (*((os, name) for name in CALLS), (files, "exchange")))
+        die_at(moment)
         try:
             action()
             os._exit(0)
@@ -163,13 +164,12 @@ def test_a_rank_that_dies_while_two_save_leaves_the_checkpoint_that_was_there(
 ):
     path = tmp_path / "a.ckpt"
     words = [sys.executable, "-m", "tests.save_and_die", str(path), str(victim), str(moment)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    port = free_port()
     ranks = [
         subprocess.Popen(
-            words, env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.DEVNULL
+            words,
+            env={**os.environ, **rank_variables(rank, 2, port)},
+            stderr=subprocess.DEVNULL,
         )
         for rank in range(2)
     ]

@@ -227,25 +227,11 @@ def test_finite_gradients_whose_norm_overflows_are_told_as_such() -> None:
     assert str(caught.value).startswith(text)
 
 
-class _Late:
-    """The end of a copy that takes so many questions."""
-
-    def __init__(self, questions: int) -> None:
-        self.left = questions
-
-    def query(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def synchronize(self) -> None:
-        self.left = 0
-
-
 def stop_late(delays: tuple[int, ...], path: str) -> tuple[str, int, str]:
     """A run as on an accelerator, where a norm is known some micro-batches later."""
     delay = delays[int(torch.distributed.get_rank())]
     real = arrivals.start_copy
-    arrivals.start_copy = lambda values: (values.clone(), _Late(delay))
+    arrivals.start_copy = lambda values: (values.clone(), guarded.Late(delay))
     try:
         module = Net(nan_at=[2])
         run = lit.trainer(strategy("zero3", GuardConfig()), max_epochs=1)
@@ -447,7 +433,7 @@ def reads(guards: GuardConfig, accumulate: int, *, late: bool) -> int:
     """Numbers that the host reads of tensors in a run of 8 optimizer steps."""
     real = arrivals.start_copy
     if late:
-        arrivals.start_copy = lambda values: (values.clone(), _Late(1))
+        arrivals.start_copy = lambda values: (values.clone(), guarded.Late(1))
     try:
         with scalar_reads() as counts:
             run = lit.trainer(

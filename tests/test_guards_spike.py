@@ -213,25 +213,11 @@ def test_a_spike_of_the_last_step_is_gone_back_from_too(tmp_path: Path) -> None:
         assert one["state"]["weight.layers.0.linear.weight"] == guarded.as_bytes(own)
 
 
-class _Late:
-    """The end of a copy that takes so many questions."""
-
-    def __init__(self, questions: int) -> None:
-        self.left = questions
-
-    def query(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def synchronize(self) -> None:
-        self.left = 0
-
-
 def run_late(delays: tuple[int, ...], folder: str) -> dict[str, Any]:
     """The same as on an accelerator, where ranks see a loss at different times."""
     delay = delays[int(torch.distributed.get_rank())]
     real = arrivals.start_copy
-    arrivals.start_copy = lambda values: (values.clone(), _Late(delay))
+    arrivals.start_copy = lambda values: (values.clone(), guarded.Late(delay))
     try:
         return run_into("zero3", "rollback", folder, num_batches=36)
     finally:

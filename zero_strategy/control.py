@@ -52,6 +52,20 @@ def control_group() -> dist.ProcessGroup | None:
     return _groups[default]
 
 
+def gather_alike(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensor that each rank gave, in rank order; all of one shape and dtype.
+
+    Args:
+        own: this rank's.
+        group: a control group; None takes the default group.
+
+    Cost: collective; the tensors lie on the CPU.
+    """
+    everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybodys, own, group=group)
+    return everybodys
+
+
 def all_join(group: dist.ProcessGroup, *, within_s: float) -> bool:
     """Whether every rank calls this within so many seconds."""
     work = dist.barrier(group=group, async_op=True)

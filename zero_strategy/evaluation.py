@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zero_strategy.control import gather_alike
+
 _DONE = -1
 
 
@@ -127,9 +129,7 @@ class Turns:
         The root's turn comes when nobody needs another unit: then every rank is between two
         steps, and none is inside the root's forward, where FSDP2 would not let it go.
         """
-        world_size = dist.get_world_size(self._group)
-        answers = list(torch.empty((world_size, 1), dtype=torch.int64))
-        dist.all_gather(answers, torch.tensor([wanted]), group=self._group)
+        answers = gather_alike(torch.tensor([wanted]), self._group)
         working = [unit for unit in map(int, answers) if unit != _DONE]
         inner = [unit for unit in working if unit != self._root]
         return next(iter(inner or working), _DONE)

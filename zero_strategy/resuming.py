@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from zero_strategy import seams
 from zero_strategy.checkpoint import codec
 from zero_strategy.checkpoint.random_state import RandomState, apart, stream_seed
+from zero_strategy.control import gather_alike
 from zero_strategy.data.loader import ResumableLoader
 from zero_strategy.data.position import GoesOn, Order, Position, can_go_on, that_goes_on
 from zero_strategy.protocols import KeepsPosition
@@ -323,8 +324,7 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None:
         return [value]
     data = np.frombuffer(json.dumps(codec.encode(value)[0]).encode(), dtype=np.uint8).copy()
-    sizes = list(torch.empty((dist.get_world_size(group), 1), dtype=torch.int64))
-    dist.all_gather(sizes, torch.tensor([data.size]), group=group)
+    sizes = gather_alike(torch.tensor([data.size]), group)
     padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
     padded[: data.size] = torch.from_numpy(data)
     first = dist.get_rank(group) == 0

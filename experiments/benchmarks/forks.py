@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.checkpoint import files
+from zero_strategy.experiments.benchmarks.launch import free_port, rank_variables
 
 CALLS = (
     *((os, name) for name in ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")),
@@ -65,9 +65,7 @@ def run_ranks(
 
     Returns: exit codes by rank, negative for a signal.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ready, tell = os.pipe()
     pids = [_fork(rank, world_size, port, function, tell) for rank in range(world_size)]
     os.close(tell)
@@ -99,15 +97,7 @@ def _fork(rank: int, world_size: int, port: int, function: Callable[[int], None]
     try:
         torch.set_num_threads(1)  # a fork has no threads of a pool that its parent had
         random.seed(rank)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(rank_variables(rank, world_size, port))
         if world_size > 1:
             # What a survivor says of its peer's death is expected.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

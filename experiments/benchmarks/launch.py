@@ -183,11 +183,30 @@ def target_of(named: Callable[..., Any]) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def rank_environments(num_ranks: int) -> list[dict[str, str]]:
-    """Return the environment of each rank, as torchrun would set it, with a port of its own."""
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells a rank of one machine by its environment."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "one machine",
+    }
+
+
+def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """Return the environment of each rank, as torchrun would set it, with a port of its own."""
+    port = free_port()
     # Where this package was found, so that the workers find the same one from any folder.
     root = str(Path(zero_strategy.__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -195,14 +214,7 @@ def rank_environments(num_ranks: int) -> list[dict[str, str]]:
         os.environ
         | {
             "PYTHONPATH": path,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "benchmark",
+            **rank_variables(rank, num_ranks, port),
             # DeepSpeed compares the CUDA compiler with torch's CUDA; no op of its own is built.
             "DS_SKIP_CUDA_CHECK": "1",
         }

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_strategy.checkpoint import files
 from zero_strategy.checkpoint.manifest import Manifest
 
-_CODES = {
+CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -35,6 +35,7 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""What a header calls the dtypes."""
 
 
 class Part(NamedTuple):
@@ -52,7 +53,7 @@ class Part(NamedTuple):
     def entry(self, begin: int) -> dict[str, Any]:
         """Return its entry in the header, where its bytes begin so far behind that."""
         offsets = [begin, begin + self.num_bytes]
-        code = _CODES[self.dtype]
+        code = CODES[self.dtype]
         return {"dtype": code, "shape": list(self.shape), "data_offsets": offsets}
 
 
@@ -67,7 +68,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     Raises:
         ValueError: names the tensor.
     """
-    if dtype not in _CODES:
+    if dtype not in CODES:
         raise ValueError(
             f"{name}: is of dtype {dtype}, must be one that a safetensors file holds. Store it as "
             "real numbers."

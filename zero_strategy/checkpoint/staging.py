@@ -94,8 +94,7 @@ class Staging:
 
     def is_copied(self, item: WriteItem) -> bool:
         """Whether a planned shard goes through the ring."""
-        tensor = self._tensors[item.index.fqn]
-        return not (isinstance(tensor, Late) and tensor.stays)
+        return _is_copied(self._tensors[item.index.fqn])
 
     # The run.
 
@@ -204,9 +203,13 @@ def ring_bytes(tensors: Mapping[str, Tensor | Late], budget_bytes: int) -> int:
     sizes = [
         -(-_shard_bytes(tensor) // _ALIGN_BYTES) * _ALIGN_BYTES
         for tensor in tensors.values()
-        if not (isinstance(tensor, Late) and tensor.stays)
+        if _is_copied(tensor)
     ]
     return max(min(sum(sizes), budget_bytes), max(sizes, default=0))
+
+
+def _is_copied(tensor: Tensor | Late) -> bool:
+    return not (isinstance(tensor, Late) and tensor.stays)
 
 
 def _shard_bytes(tensor: Tensor | Late) -> int:

@@ -62,48 +62,38 @@ class Save:
         Raises: ValueError: the path is a directory that is no checkpoint.
         """
         planner = planner or LateSavePlanner(self.tensors)
-        _write(self.path, self.tensors, self._described, planner, group)
+        path, beside = self.path, self.path.with_name(f".{self.path.name}.inprogress")
+
+        def begin() -> None:
+            if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
+                raise ValueError(
+                    f"{path}: must be a checkpoint or not exist, but is a directory with other "
+                    "files. Choose another path, or move them away."
+                )
+            shutil.rmtree(beside, ignore_errors=True)
+            room.check_save(path, room.stored_bytes(stand_ins.values()))
+            beside.mkdir(parents=True)
+
+        stand_ins = {name: stand_in(tensor) for name, tensor in self.tensors.items()}
+        _on_first_rank(begin, group)
+        writer = ShardWriter(beside, self._described, commit=lambda: _swap(beside, path))
+        try:
+            dcp.save(stand_ins, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            # Its own text lists a traceback per rank.
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise RuntimeError(
+                f"{path}: rank {rank} could not write the checkpoint ({_brief(cause)}). What was "
+                "there before is whole."
+            ) from error
+        finally:
+            if _is_first_rank():
+                shutil.rmtree(beside, ignore_errors=True)
 
 
 def save(path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, Any]) -> None:
     """Write a checkpoint directory, as `Save` does. Host memory of one shard at a time."""
     Save(path, tensors, meta).write()
-
-
-def _write(
-    path: Path,
-    tensors: Mapping[str, Tensor | Late],
-    described: Any,
-    planner: LateSavePlanner,
-    group: dist.ProcessGroup | None,
-) -> None:
-    beside = path.with_name(f".{path.name}.inprogress")
-
-    def begin() -> None:
-        if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
-            raise ValueError(
-                f"{path}: must be a checkpoint or not exist, but is a directory with other files. "
-                "Choose another path, or move them away."
-            )
-        shutil.rmtree(beside, ignore_errors=True)
-        room.check_save(path, room.stored_bytes(stand_ins.values()))
-        beside.mkdir(parents=True)
-
-    stand_ins = {name: stand_in(tensor) for name, tensor in tensors.items()}
-    _on_first_rank(begin, group)
-    writer = ShardWriter(beside, described, commit=lambda: _swap(beside, path))
-    try:
-        dcp.save(stand_ins, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        # Its own text lists a traceback per rank.
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise RuntimeError(
-            f"{path}: rank {rank} could not write the checkpoint ({_brief(cause)}). What was there "
-            "before is whole."
-        ) from error
-    finally:
-        if _is_first_rank():
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 def _is_first_rank() -> bool:

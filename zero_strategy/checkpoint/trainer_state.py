@@ -51,11 +51,6 @@ class Stored(Mapping[str, Tensor]):
         storage.load(self.path, {self.prefix + n: t for n, t in tensors.items()})
 
 
-def write(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Store a Trainer's checkpoint dictionary as a directory. Collective."""
-    to_save(path, checkpoint).write()
-
-
 def to_save(path: Path, checkpoint: Mapping[str, Any]) -> storage.Save:
     """Return a Trainer's checkpoint dictionary as what is stored in a directory.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_strategy.control import gather_alike
 from zero_strategy.guards.progress import PROGRESS
 
 _END_OF_STEP = -1
@@ -79,10 +80,7 @@ class FlowCheck:
         return cast(Any, torch.compiler.disable(compare))
 
     def _compare(self, place: int) -> None:
-        world_size = dist.get_world_size(self._group)
-        answers = list(torch.empty((world_size, 1), dtype=torch.int64))
-        dist.all_gather(answers, torch.tensor([place]), group=self._group)
-        places = [int(answer) for answer in answers]
+        places = [int(answer) for answer in gather_alike(torch.tensor([place]), self._group)]
         if len(set(places)) > 1:
             raise RankFlowError(self._difference(places))
         self._calls += 1

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_strategy.control import gather_alike
 from zero_strategy.guards import stacks
 from zero_strategy.guards.progress import PROGRESS
 from zero_strategy.guards.verdict import Beat, judge
@@ -346,8 +347,7 @@ def watch_run(
     else:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         own = torch.tensor([next(_runs), os.getpid(), _process_space()])
-        every = [torch.empty_like(own) for _ in range(world_size)]
-        dist.all_gather(every, own, group=group)
+        every = gather_alike(own, group)
         # Ranks of an earlier run may have failed before they came here: rank 0's count is taken.
         run = int(every[0][0])
         store = cast(Any, dist.distributed_c10d._get_default_store()).clone()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from zero_strategy.control import NonFiniteGradientError
+from zero_strategy.control import NonFiniteGradientError, gather_alike
 from zero_strategy.guards.arrivals import Arrivals
 from zero_strategy.scaler import LossScaler
 
@@ -99,8 +99,7 @@ class Culprits:
             return {0: row}
         if alone:
             return {self._group.rank(): row}
-        rows = [torch.empty(len(row), dtype=torch.float64) for _ in range(self._group.size())]
-        dist.all_gather(rows, torch.tensor(row, dtype=torch.float64), group=self._group)
+        rows = gather_alike(torch.tensor(row, dtype=torch.float64), self._group)
         return {rank: row.tolist() for rank, row in enumerate(rows)}
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_strategy.config import Uneven
+from zero_strategy.control import gather_alike
 
 _UNKNOWN = -1
 _NO_BATCH = object()
@@ -63,9 +64,7 @@ def refuse_uneven(
 
 def gathered(value: float, group: dist.ProcessGroup) -> list[float]:
     """Return the number that each rank gave. Collective, on the CPU."""
-    every = [torch.empty(1, dtype=torch.float64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, torch.tensor([value], dtype=torch.float64), group=group)
-    return [float(v) for v in every]
+    return [float(v) for v in gather_alike(torch.tensor([value], dtype=torch.float64), group)]
 
 
 def even_loader(loader: Any, policy: Uneven, group: dist.ProcessGroup | None) -> Any:

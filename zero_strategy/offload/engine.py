@@ -418,11 +418,9 @@ class OffloadEngine:
             self._slots.give(arriving.slot, Several(arriving.copies))
             self._changed.notify_all()
             arriving = chunk.arriving = None
-        if arriving is not None and not arriving.step.sealed and not chunk.is_arrived:
-            return Pass(chunk, commit=pending) if pending is not None else None
         if arriving is not None:
             scale = arriving.step.scale
-            if scale is None and self.mode != "deferred":
+            if scale is None and (self.mode != "deferred" or not chunk.is_arrived):
                 return Pass(chunk, commit=pending) if pending is not None else None
             if self.mode == "staged":
                 if pending is not None:

@@ -10,29 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
-
 from zero_strategy.checkpoint.foreign.parts import Part
 from zero_strategy.checkpoint.foreign.tensors import FileTensor
 from zero_strategy.checkpoint.foreign.unpickle import refuse
+from zero_strategy.checkpoint.safetensors_file import CODES
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 _MOST_BYTES = 1 << 30
 _LENGTH_BYTES = 8
 
