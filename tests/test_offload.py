@@ -18,6 +18,7 @@ from tests.ranks import ranks
 from zero_strategy import OffloadConfig, ShardedEMA, ZeroStrategy
 from zero_strategy.control import NonFiniteGradientError
 from zero_strategy.gradient import local
+from zero_strategy.offload.ways import Way
 from zero_strategy.planning.host_memory import HostRoom
 
 STEPS = 8
@@ -138,7 +139,7 @@ def _offloaded(
 def _fit_in(mode: str, run: Any, module: Lit) -> None:
     class Switch(lit.pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            trainer.strategy.sharded.offloading.engine.mode = mode
+            trainer.strategy.sharded.offloading.engine.way = Way(mode, helps=True)
 
     run.callbacks.append(Switch())
     run.fit(module, lit.loader())

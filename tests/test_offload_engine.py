@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from tests.delayed import DelayedLane, DelayedLink
 from zero_strategy.kernels.adam import AdamStep
 from zero_strategy.offload.engine import OffloadEngine
-from zero_strategy.offload.help import HelpTrial
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.link import CudaLink, Link, link_for
 from zero_strategy.offload.resident import ResidentState
 from zero_strategy.offload.tiers import TieredState
+from zero_strategy.offload.ways import Way
 
 NUM_STEPS = 40
 SPIKES = {7: 30.0, 9: 30.0, 17: 300.0, 25: math.inf, 33: math.inf}
@@ -200,7 +200,6 @@ class Run:
             link=link,
             grad_dtype=grad_dtype,
             spare_slots=3,
-            trial=HelpTrial() if lanes.endswith("both") else None,
             pinned=pinned,
         )
         self.decay = {
@@ -270,7 +269,7 @@ def assert_equal(run: Run, want: dict) -> None:
 )
 def test_every_mode_repeats_torch_bit_for_bit(mode, max_norm, num_micro, grad_dtype):
     run = Run(max_norm, num_micro, grad_dtype)
-    run.engine.mode = mode
+    run.engine.way = Way(mode, helps=True)
     for _ in range(NUM_STEPS):
         run.step()
     want = expected(max_norm, num_micro, grad_dtype)
@@ -285,17 +284,18 @@ def test_every_mode_repeats_torch_bit_for_bit(mode, max_norm, num_micro, grad_dt
 @pytest.mark.parametrize("max_norm", [None, 2.0])
 def test_copies_and_passes_that_end_late_change_no_bit(mode, max_norm, lanes):
     run = Run(max_norm, 1, torch.bfloat16, lanes=lanes)
-    run.engine.mode = mode
+    run.engine.way = Way(mode, helps=True)
     for _ in range(NUM_STEPS):
         run.step()
     assert_equal(run, expected(max_norm, 1, torch.bfloat16))
 
 
-def test_modes_may_change_and_the_run_be_flushed_at_any_step():
-    run = Run(2.0, 1, torch.bfloat16)
+@pytest.mark.parametrize("lanes", ["cpu", "delayed both"])
+def test_ways_may_change_and_the_run_be_flushed_at_any_step(lanes):
+    run = Run(2.0, 1, torch.bfloat16, lanes=lanes)
     modes = itertools.cycle(["deferred", "late", "deferred", "staged", "staged", "late", "late"])
     for step, mode in zip(range(NUM_STEPS), modes, strict=False):
-        run.engine.mode = mode
+        run.engine.way = Way(mode, helps=step % 3 > 0)
         run.step()
         if step % 6 == 5:
             run.engine.flush()
@@ -323,7 +323,7 @@ def test_lanes_and_modes_change_no_bit_on_a_gpu(max_norm, grad_dtype, moments):
     for mode in ("staged", "deferred", "late"):
         for lanes in ("cpu", "both", "stream"):
             run = Run(max_norm, 2, grad_dtype, device="cuda", lanes=lanes, moments=moments)
-            run.engine.mode = mode
+            run.engine.way = Way(mode, helps=True)
             for _ in range(NUM_STEPS):
                 run.step()
             got = outcome(run)

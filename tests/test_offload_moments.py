@@ -20,6 +20,7 @@ from zero_strategy.kernels.adam.reference import ReferenceAdam
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.resident import ResidentState
+from zero_strategy.offload.ways import Way
 from zero_strategy.planning.machines import H200
 from zero_strategy.planning.step_time import step_time
 from zero_strategy.planning.tiers import gpu_parts, host_parts
@@ -77,7 +78,7 @@ class Reference:
 def test_every_lane_and_mode_repeats_the_reference_with_bf16_moments(mode, max_norm, lanes):
     run = Run(max_norm, 1, BF16, lanes=lanes, moments=BF16)
     reference = Reference(run)
-    run.engine.mode = mode
+    run.engine.way = Way(mode, helps=True)
     for _ in range(NUM_STEPS):
         run.step()
     found = outcome(run)

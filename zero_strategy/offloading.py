@@ -40,6 +40,7 @@ from zero_strategy.offload.host import HostState
 from zero_strategy.offload.layout import Layout
 from zero_strategy.offload.resident import ResidentState
 from zero_strategy.offload.tiers import TieredState
+from zero_strategy.offload.ways import Way, Ways
 from zero_strategy.offloaded import ArrivedNorms, Offloaded, Period
 from zero_strategy.planning.host_memory import check_host_memory, host_room
 from zero_strategy.planning.job import Job, host_units
@@ -106,6 +107,8 @@ class Offloading:
         self._lowers: dict[str, Tensor] = {}
         """Lower halves of weights whose state stays on the device, until they are sharded."""
         self._engine: OffloadEngine | None = None
+        self.ways = Ways(can_help=False, tries=False)
+        """Chooses how steps are taken."""
         self._adopted = Adopted([], {})
         self._parameters: dict[str, nn.Parameter] = {}
         self._aliases: dict[str, str] = {}
@@ -182,7 +185,7 @@ class Offloading:
             upper = self._weights((name,))[name]
             state.resident.write_master(name, join(upper, lower))
         self._lowers.clear()
-        self._engine = self._make_engine(state)
+        self._start_engine(state)
         self.writes = Writes(parameters, lambda: self.engine)
         for name, parameter in parameters.items():
             num_padded = _rows_per_rank(parameter.shape, self._mesh) * math.prod(
@@ -206,16 +209,18 @@ class Offloading:
         weights = self._weights(resident)
         return TieredState(host, ResidentState(weights, moments=self._moments))
 
-    def _make_engine(self, state: TieredState) -> OffloadEngine:
+    def _start_engine(self, state: TieredState) -> None:
         weights = self._weights(state.host.layout.sizes)
-        return make_engine(
+        self._engine = make_engine(
             state, weights, device=self._device, config=self._config, grad_dtype=self._grad_dtype
         )
+        tries = self._config.lanes == "auto" and bool(state.host.layout.chunks)
+        self.ways = Ways(can_help=self._engine.can_help, tries=tries)
 
     def _move_to_device(self) -> None:
         """Move to the device what has room there; between a step's last gradient and its seal."""
         self._moves = False
-        if self.writes.was_written or self.engine.mode != "staged":
+        if self.writes.was_written or self.engine.way.mode != "staged":
             return  # Where others write to weights, the host's copy of them is needed.
         share = fitting_share(self._job, self.share, device_room(self._device))
         if share == self.share:
@@ -231,10 +236,10 @@ class Offloading:
         state.take_over(before, with_moments=any(steps.values()))
         self.share, self._host = share, state.host
         del before
-        self._engine = self._make_engine(state)
-        self._engine.steps = steps
+        self._start_engine(state)
+        self.engine.steps = steps
         for name, grad in grads.items():
-            self._engine.receive(name, grad.to(self._device), self._hyper, last=True)
+            self.engine.receive(name, grad.to(self._device), self._hyper, last=True)
         self.writes.note()
 
     def _fetcher(self, unit: str) -> Callable[..., None]:
@@ -297,7 +302,8 @@ class Offloading:
         # Until it is known what moves to the device, nothing is sent there. Whoever can look at
         # weights can write to them, which shows before the second step.
         self._steps_until_move = 2 if watched else 1
-        self.engine.mode = "staged" if self._moves else "deferred"
+        if self._moves:
+            self.engine.way = Way("staged", True)
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: self._step())
         self.abandon()
@@ -343,12 +349,12 @@ class Offloading:
         self._steps_until_move -= 1
         if self._moves and self._steps_until_move <= 0:
             self._move_to_device()
-        self.engine.seal(self._scale, self._hyper())
         clipped = self._scale < 1
         self._clip_rate += (clipped - self._clip_rate) / _CLIP_STEPS
-        # Where most steps are clipped, a preview with scale 1 is work for nothing.
         if not self._moves:
-            self.engine.mode = "late" if self._clip_rate > _CLIP_OFTEN else "deferred"
+            # Where most steps are clipped, a preview with scale 1 is work for nothing.
+            self.engine.way = self.ways.next_step(clips=self._clip_rate > _CLIP_OFTEN)
+        self.engine.seal(self._scale, self._hyper())
         if self._watched:
             self.engine.fetch_all()
 

@@ -7,6 +7,7 @@ never ends the benchmark. The launching process itself starts no CUDA.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ POLL_S = 0.1
 GRACE_S = 3.0
 REASON_LENGTH = 200
 LOG_LINES = 15
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +49,61 @@ class Report:
     reason: str = ""
 
 
+@final
+class KeptReports:
+    """Reports in a folder, so that a case that was cut short goes on after its last measurement.
+
+    Args:
+        folder: where they lie; made if need be.
+        source: says what is measured, such as a commit. Reports of another source, or from before
+            the machine started anew, are not found.
+    """
+
+    def __init__(self, folder: Path, source: str) -> None:
+        self._folder = folder
+        self._source = source + (BOOT_ID.read_text() if BOOT_ID.exists() else "")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def find(self, asked: str) -> tuple[Report, Machine] | None:
+        """Return what a measurement reported, if it was kept."""
+        path = self._path(asked)
+        if not path.exists():
+            return None
+        tree = json.loads(path.read_text())
+        return Report(value=tree["value"]), tree["machine"]
+
+    def keep(self, asked: str, report: Report, machine: Machine) -> None:
+        """Keep what a measurement reported."""
+        path = self._path(asked)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"value": report.value, "machine": machine}))
+        part.replace(path)
+
+    def _path(self, asked: str) -> Path:
+        name = hashlib.sha256((self._source + asked).encode()).hexdigest()[:24]
+        return self._folder / f"{name}.json"
+
+
 class Launcher:
     """Runs functions on all ranks of this machine, one measurement after the other.
 
     Args:
         num_ranks: processes per measurement; None takes one per GPU, or one on the CPU.
         time_limit_s: for everything this launcher runs, counted from now.
+        kept: keeps the reports of what `run` has measured, and gives them again.
     """
 
-    def __init__(self, *, num_ranks: int | None = None, time_limit_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        *,
+        num_ranks: int | None = None,
+        time_limit_s: float = 3600.0,
+        kept: KeptReports | None = None,
+    ) -> None:
         self.num_ranks = num_ranks or torch.cuda.device_count() or 1
         self._deadline = time.monotonic() + time_limit_s
         self._machine: Machine | None = None
+        self._kept = kept
 
     def machine(self) -> Machine:
         """Describe the machine. Call after the last measurement: it may start CUDA here."""
@@ -72,7 +117,16 @@ class Launcher:
             timeout_s: for start and run together; the launcher's own limit may cut it shorter.
             arguments: keyword arguments, which must fit into JSON.
         """
-        return self.run_side_by_side(function, [arguments], timeout_s=timeout_s)[0]
+        asked = json.dumps([target_of(function), arguments, self.num_ranks], sort_keys=True)
+        if self._kept and (kept := self._kept.find(asked)):
+            report, self._machine = kept
+            return report
+        begin_s = time.monotonic()
+        report = self.run_side_by_side(function, [arguments], timeout_s=timeout_s)[0]
+        print(f"  took {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+        if self._kept and self._machine and not report.reason:
+            self._kept.keep(asked, report, self._machine)
+        return report
 
     def run_side_by_side(
         self,

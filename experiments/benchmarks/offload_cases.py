@@ -75,8 +75,8 @@ def _case(
         batch_size=batch_size,
         seq_len=4096,
         rounds=1,
-        # The first ones of each regime try the lanes.
-        warmup_steps=12,
+        # The first ones of each regime are taken in different ways.
+        warmup_steps=16,
         steps=10,
         timeout_s=timeout_s,
     )

@@ -131,7 +131,9 @@ def rows_of(
     per_token = workload.flops_per_token()
     for regime, step_s in report["step_s"].items():
         bound = workload.clipped_max_norm if regime else workload.max_norm
+        told = report["told"].get(regime)
         note = f"{len(step_s)} steps, max_norm {bound:g}; {tokens} tokens"
+        note += f"; {told}" if told else ""
         yield Row.of(name, f"{regime}step time", "s", step_s, note)
         speeds = [tokens / s for s in step_s]
         yield Row.of(name, f"{regime}speed", "tokens/s", speeds, "of all ranks together")

@@ -37,6 +37,7 @@ class OffloadTimes(Watch):
         self._peak_bytes = 0
         self._profiler: profile | None = None
         self._traces: dict[str, dict[str, float]] = {}
+        self._told: dict[str, str] = {}
         self._host_before = _resident_bytes("VmRSS")
         self._host_peak = 0
         self._born_s = time.perf_counter()
@@ -66,6 +67,10 @@ class OffloadTimes(Watch):
         pass
 
     @override
+    def told(self, regime: str, text: str) -> None:
+        self._told[regime] = text
+
+    @override
     def report(self) -> dict[str, Any]:
         return {
             "step_s": {name: seconds_between(marks) for name, marks in self._marks.items()},
@@ -74,6 +79,7 @@ class OffloadTimes(Watch):
             "host_process_bytes": self._host_peak,
             "start_s": self._start_s,
             "traces": self._traces,
+            "told": self._told,
         }
 
     def _start_trace(self) -> None:

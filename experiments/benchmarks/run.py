@@ -17,7 +17,7 @@ from typing import Any
 from zero_strategy.config import refusal
 from zero_strategy.experiments.benchmarks.case import Case
 from zero_strategy.experiments.benchmarks.cases import NAMES, find_case
-from zero_strategy.experiments.benchmarks.launch import Launcher
+from zero_strategy.experiments.benchmarks.launch import KeptReports, Launcher
 from zero_strategy.experiments.benchmarks.machine import commit_here
 from zero_strategy.experiments.benchmarks.result import Findings, Result, table
 
@@ -39,14 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.case not in NAMES:
         raise ValueError(refusal("case", args.case, NAMES))
     case, devices = configured(find_case(args.case), args.overrides, quick=args.quick)
-    launcher = Launcher(num_ranks=devices, time_limit_s=args.time_limit)
+    commit = args.commit or commit_here()
+    kept = KeptReports(args.keep, commit) if args.keep else None
+    launcher = Launcher(num_ranks=devices, time_limit_s=args.time_limit, kept=kept)
     # A stop from outside must end the measuring processes too.
     before = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         findings = case.measure(launcher)
     finally:
         signal.signal(signal.SIGTERM, before)
-    result = as_result(args.case, findings, launcher, args.commit or commit_here())
+    result = as_result(args.case, findings, launcher, commit)
     folder = args.out or (QUICK_RESULTS if args.quick else RESULTS)
     path = folder / f"{args.case}_{launcher.machine()['slug']}.json"
     result.write(path)
@@ -100,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     parser.add_argument("--quick", action="store_true", help="tiny model and few steps, for a CPU")
+    parser.add_argument("--keep", type=Path, help="folder of single measurements, to go on from")
     parser.add_argument("--commit", help="of the measured source, where git cannot tell")
     parser.add_argument("--time-limit", type=float, default=3600.0, metavar="SECONDS")
     return parser

@@ -29,6 +29,9 @@ class Watch(Protocol):
         """The loss of the micro-batch just run forward; 0-dim, on the device."""
         ...
 
+    def told(self, regime: str, text: str) -> None:
+        """What a system says of how it trained in a regime."""
+
     def report(self) -> dict[str, Any]:
         """After the last micro-batch: what was seen, as plain data."""
         ...

@@ -9,10 +9,12 @@ and an existing checkpoint of the same name stays whole until the new one is com
 """
 
 import difflib
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -70,7 +72,7 @@ class Save:
                     f"{path}: must be a checkpoint or not exist, but is a directory with other "
                     "files. Choose another path, or move them away."
                 )
-            shutil.rmtree(beside, ignore_errors=True)
+            _discard(beside)
             room.check_save(path, room.stored_bytes(stand_ins.values()))
             beside.mkdir(parents=True)
 
@@ -88,7 +90,7 @@ class Save:
             ) from error
         finally:
             if _is_first_rank():
-                shutil.rmtree(beside, ignore_errors=True)
+                _discard(beside)
 
 
 def save(path: Path, tensors: Mapping[str, Tensor | Late], meta: Mapping[str, Any]) -> None:
@@ -122,18 +124,56 @@ def _on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None) 
 
 
 def _swap(beside: Path, path: Path) -> None:
-    """Give a complete checkpoint its name. What had the name is then under the other, or gone."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    if not path.is_dir():
+    """Give a complete checkpoint its name, and what had the name the other one, or no place.
+
+    Raises: OSError: the name would not last. It is given back to what had it.
+    """
+    if not os.path.lexists(path):
+        back = _renamed(beside, path)
+    elif files.exchange(beside, path):
+        back = partial(files.exchange, beside, path)
+    else:
+        back = _moved_aside(beside, path)
+    try:
+        files.sync_folder(path.parent)
+    except OSError:
+        back()
+        raise
+    _discard(set_aside(path))
+
+
+def _renamed(beside: Path, path: Path) -> Callable[[], object]:
+    """Rename, and return what renames back."""
+    beside.rename(path)
+    return lambda: path.rename(beside)
+
+
+def _moved_aside(beside: Path, path: Path) -> Callable[[], object]:
+    """Exchange two names where the file system cannot do it in one step; return what undoes it."""
+    old = set_aside(path)
+    _discard(old)
+    path.rename(old)
+
+    def back() -> None:
+        if path.exists():
+            path.rename(beside)
+        old.rename(path)
+
+    try:
         beside.rename(path)
-    elif not files.exchange(beside, path):
-        old = set_aside(path)
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        beside.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    files.sync_folder(path.parent)
+    except OSError:
+        back()
+        raise
+    return back
+
+
+def _discard(path: Path) -> None:
+    """Delete whatever has a name, if it can be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def set_aside(path: Path) -> Path:
@@ -145,10 +185,11 @@ def recover(path: Path) -> None:
     """Bring back the checkpoint that an interrupted save had just moved aside.
 
     A process killed between the two renames of a save leaves its target missing and the earlier
-    checkpoint under another name. Does nothing otherwise.
+    checkpoint, or file, under another name. Does nothing otherwise.
     """
-    if not path.exists() and is_checkpoint(set_aside(path)):
-        set_aside(path).rename(path)
+    old = set_aside(path)
+    if not path.exists() and (is_checkpoint(old) or old.is_file()):
+        old.rename(path)
 
 
 def load_meta(path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from zero_strategy.config import OffloadConfig
 from zero_strategy.offload.engine import OffloadEngine
-from zero_strategy.offload.help import HelpTrial
 from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.link import CudaLink, Link, link_for
@@ -43,7 +42,6 @@ def make_engine(
         link=link,
         grad_dtype=grad_dtype,
         spare_slots=num_spare_slots(len(state.host.layout.chunks)),
-        trial=HelpTrial() if config.lanes == "auto" else None,
         pinned=isinstance(link, CudaLink),
     )
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -39,18 +39,11 @@ from zero_strategy.offload.chunk import (
     targets_of,
 )
 from zero_strategy.offload.figures import EngineFigures, Meter
-from zero_strategy.offload.help import HelpTrial
 from zero_strategy.offload.host import SlotPool
 from zero_strategy.offload.lanes import Ended, Lane, Stepped
 from zero_strategy.offload.link import Copied, Link, Several
 from zero_strategy.offload.tiers import TieredState
-
-Mode = Literal["deferred", "late", "staged"]
-"""How a gradient is met whose step's norm is not yet known; all three leave the same bits.
-
-deferred: preview with scale 1 at arrival, and commit the step before in the same pass.
-late: commit the step before, and preview once the norm is known: for steps that are clipped.
-staged: as late, but step in one pass once the norm is known."""
+from zero_strategy.offload.ways import Way
 
 
 @final
@@ -64,7 +57,6 @@ class OffloadEngine:
         link: moves gradients to the host.
         grad_dtype: of gradients on their way and until they are committed.
         spare_slots: gradients that can have arrived while every chunk holds one that is pending.
-        trial: decides whether lanes that leave chunks to others help; None lets them.
         pinned: register the gradients' memory with CUDA.
 
     What fails in the worker is raised by the next call from outside.
@@ -79,20 +71,18 @@ class OffloadEngine:
         link: Link,
         grad_dtype: torch.dtype,
         spare_slots: int,
-        trial: HelpTrial | None,
         pinned: bool,
     ) -> None:
         layout = state.host.layout
         self.state = state
-        self.mode: Mode = "deferred"
+        self.way = Way("deferred", True)
+        """How steps are taken; may be set between any two of them."""
         self.steps = dict.fromkeys(state.names, 0)
         """Parameter -> optimizer steps it has taken."""
         self.num_redone = 0
         """Previews that were repeated with another scale."""
         self._meter = Meter()
         self._lanes = tuple(lanes)
-        self._trial = trial
-        self._helps = True
         self._agenda = Agenda()
         self._link = link
         self._grad_dtype = grad_dtype
@@ -118,6 +108,11 @@ class OffloadEngine:
         self._closed = True
         self._workers: list[threading.Thread] = []
         self._failure: BaseException | None = None
+
+    @property
+    def can_help(self) -> bool:
+        """Whether there are lanes that leave chunks to others."""
+        return any(lane.leaves for lane in self._lanes)
 
     def _ensure_workers(self) -> None:
         """Start a thread per lane, unless they run."""
@@ -252,8 +247,6 @@ class OffloadEngine:
         else:
             self.state.resident.step(hyper, scale)
         with self._changed:
-            if self._trial is not None:
-                self._helps = self._trial.next_step(self.mode)
             changed = hyper != step.hyper
             step.hyper, step.scale, step.sealed = hyper, scale, True
             for chunk in self._chunks:
@@ -347,7 +340,7 @@ class OffloadEngine:
     def withdraw(self) -> dict[str, Tensor]:
         """Return the gradients of the step that is not decided, and forget it.
 
-        Only in mode "staged", where nothing was computed from them.
+        Only in mode "staged", in which nothing was computed from them.
 
         Returns: parameter -> (n,), on the tier where they arrived.
         """
@@ -393,7 +386,7 @@ class OffloadEngine:
         if chunk.busy:
             return  # queued again when its pass is over
         if arriving is not None and not arriving.step.sealed:
-            if self.mode == "deferred" or pending is not None:
+            if self.way.mode == "deferred" or pending is not None:
                 self._agenda.arriving.append(chunk)
         elif not chunk.is_sent and not chunk.is_undecided:
             self._agenda.hurry(chunk)
@@ -402,17 +395,17 @@ class OffloadEngine:
 
     def _next(self, lane: Lane) -> Pass | None:
         """Choose a pass. Under the lock."""
-        if lane.leaves and not self._helps:
+        if lane.leaves and not self.way.helps:
             return None
         # A commit ahead of its time is worth a core, but not the link that weights are sent on.
-        spares = not lane.leaves or self._flushing or self.mode != "deferred"
+        spares = not lane.leaves or self._flushing
         while (chunk := self._agenda.pop(lane, idle=spares)) is not None:
-            if not chunk.busy and (chosen := self._choose(chunk)):
+            if not chunk.busy and (chosen := self._choose(chunk, lane)):
                 self._meter.chose(chunk, self._agenda)
                 return chosen
         return None
 
-    def _choose(self, chunk: Chunk) -> Pass | None:
+    def _choose(self, chunk: Chunk, lane: Lane) -> Pass | None:
         arriving, pending = chunk.arriving, chunk.pending
         if arriving is not None and arriving.step.dropped:
             self._slots.give(arriving.slot, Several(arriving.copies))
@@ -420,11 +413,11 @@ class OffloadEngine:
             arriving = chunk.arriving = None
         if arriving is not None:
             scale = arriving.step.scale
-            if scale is None and (self.mode != "deferred" or not chunk.is_arrived):
+            if scale is None and (self.way.mode != "deferred" or not chunk.is_arrived):
                 return Pass(chunk, commit=pending) if pending is not None else None
-            if self.mode == "staged":
-                if pending is not None:
-                    return Pass(chunk, commit=pending)
+            if self.way.mode == "staged" and pending is not None:
+                return Pass(chunk, commit=pending)
+            if scale is not None and pending is None and self._at_once(lane):
                 return Pass(chunk, commit=arriving, send=True)
             speculative = 1.0 if scale is None else scale
             return Pass(chunk, commit=pending, preview=arriving, scale=speculative)
@@ -432,9 +425,15 @@ class OffloadEngine:
             return None
         if pending.step.scale is None:
             return Pass(chunk, send=True)
-        if not pending.is_final:
-            return Pass(chunk, preview=pending, scale=pending.step.scale)
-        return Pass(chunk, commit=pending)
+        if pending.is_final:
+            return Pass(chunk, commit=pending)
+        if self._at_once(lane):
+            return Pass(chunk, commit=pending, send=True)
+        return Pass(chunk, preview=pending, scale=pending.step.scale)
+
+    def _at_once(self, lane: Lane) -> bool:
+        """Whether a lane takes a step that was decided in one pass, and not a preview first."""
+        return self.way.mode == "staged" or lane.carries
 
     def _await_pass(self, lane: Lane) -> tuple[Pass, Stepped | None, Stepped | None] | None:
         """Return a pass with what it commits and previews; None where the engine is closed."""

@@ -109,6 +109,9 @@ def train_model_parallel(workload: Workload, watch: Watch) -> None:
 def _fit(module: TokenModule, strategy: Strategy, precision: Any) -> None:
     trainer = make_trainer(module.workload, strategy, precision)
     trainer.fit(module, TokenBatches(module.workload))
+    if isinstance(strategy, ZeroStrategy) and (offloading := strategy.sharded.offloading):
+        for clips, way in offloading.ways.chosen.items():
+            module.watch.told("clipped " if clips else "", str(way))
 
 
 def make_trainer(workload: Workload, strategy: Strategy, precision: Any) -> pl.Trainer:
