@@ -311,6 +311,42 @@ def test_a_disk_that_fails_is_an_error_and_the_earlier_checkpoint_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("kind", ["checkpoint", "file", "link", "nothing"])
+def test_a_name_that_would_not_last_is_given_back(tmp_path, monkeypatch, kind, exchanges):
+    path = tmp_path / "last.ckpt"
+    if kind == "checkpoint":
+        save(path, 1)
+    elif kind == "file":
+        path.write_bytes(b"another program's")
+    elif kind == "link":
+        save(tmp_path / "other.ckpt", 1)
+        path.symlink_to("other.ckpt")
+    before = sorted(p.name for p in tmp_path.iterdir())
+
+    def fails(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if not exchanges:
+        monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(files, "sync_folder", fails)
+    with pytest.raises(RuntimeError, match="What was there before is whole"):
+        save(path, 2)
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    if kind == "file":
+        assert path.read_bytes() == b"another program's"
+    elif kind != "nothing":
+        assert version_of(path) == 1
+        assert path.is_symlink() == (kind == "link")
+    # The next save is in nobody's way.
+    save(path, 3)
+    assert version_of(path) == 3
+    assert not path.is_symlink()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
 def test_a_system_that_takes_few_bytes_at_a_time_loses_none(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data[:97])))

@@ -25,6 +25,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
@@ -448,6 +449,23 @@ def test_an_order_that_is_another_one_is_noticed_and_the_loader_named(
     said = [text for text in wrong if "differs" not in text]
     assert len(said) == 2
     assert "training loader DataLoader(Rows): its order is not that of the run that" in said[0]
+
+
+def resume_on_other_rows(folder: str) -> list[str]:
+    first, others = range(NUM_ROWS), range(NUM_ROWS - 1, -1, -1)
+    made = iter([first, others])
+    return interrupt(
+        "zero3",
+        folder,
+        "on_train_batch_end",
+        [5],
+        make=lambda: DataLoader(Subset(Rows(NUM_ROWS), next(made)), batch_size=2),
+    )
+
+
+def test_other_samples_in_the_same_places_are_noticed(tmp_path: Path) -> None:
+    (said,) = ranks(1).run(resume_on_other_rows, str(tmp_path))
+    assert any("it has samples of Subset of" in text for text in said), said
 
 
 class Stream(IterableDataset):

@@ -53,12 +53,11 @@ def faults(*, stride: int) -> dict[str, Any]:
     Returns: "faults" that must fail a save; "raised": of these, those that all ranks raised;
         "slowest_s": of all, from the begin of the save to the last rank's error; "short": saves
         that only got few bytes at a time, and "written": those of them that are whole;
-        "committed": failures after the new checkpoint had its name, which is then whole;
-        "broken": lines that say which earlier checkpoint was not intact.
+        "broken": lines that say which earlier checkpoint was not intact, or had lost its name.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {"faults": 0, "raised": 0, "short": 0, "written": 0, "committed": 0}
+    found = {"faults": 0, "raised": 0, "short": 0, "written": 0}
     slowest_s, broken = 0.0, []
     told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told, src=0)
@@ -73,10 +72,9 @@ def faults(*, stride: int) -> dict[str, Any]:
                 if must_fail:
                     found["raised"] += raised == dist.get_world_size()
                     slowest_s = max(slowest_s, seconds)
-                    found["committed"] += version == NEXT
                 else:
                     found["written"] += raised == 0 and version == NEXT
-                if version is None:
+                if version is None or (must_fail and version != EARLIER):
                     broken.append(f"{fault}, {behind=}: the earlier checkpoint is not intact")
     finally:
         dist.barrier()

@@ -142,8 +142,7 @@ def disks(rows: Rows, found: dict[str, Any]) -> None:
         "%",
         _percent(count + found["short"] - len(found["broken"]), count + found["short"]),
         100.0,
-        f"every bit of it; in {found['committed']} cases the call failed when the complete new "
-        "checkpoint already had its name, and that is whole",
+        "every bit of it, under the name that was saved to",
         found["broken"],
     )
     if found["short"]:

@@ -31,6 +31,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -55,6 +56,7 @@ class Position:
         fingerprint: of the samples shown on this rank and their places in the order.
         world_size: ranks among which the order is dealt out.
         batch_size: samples per batch, or None where batches are the loader's own.
+        dataset: what the indices are of, as `description` has it.
     """
 
     seed: int
@@ -64,6 +66,7 @@ class Position:
     fingerprint: int
     world_size: int
     batch_size: int | None
+    dataset: str
 
     def after(self, num_samples: int, fingerprint: int) -> Self:
         """Return the position one batch of this rank later."""
@@ -100,6 +103,7 @@ class Order(Sampler[Any]):
         self._sampler: Any = _inner(loader.sampler)
         self._batches: Any = _inner(loader.batch_sampler)
         self._batch_size = loader.batch_size
+        self._dataset = description(loader.dataset)
         self._rank, self._world_size = rank, world_size
         self._dealt = isinstance(self._sampler, DistributedSampler) and (
             self._batches is None or type(self._batches) is BatchSampler
@@ -168,6 +172,7 @@ class Order(Sampler[Any]):
             fingerprint=0,
             world_size=self._world_size,
             batch_size=self._batch_size,
+            dataset=self._dataset,
         )
 
     # Going on.
@@ -183,6 +188,8 @@ class Order(Sampler[Any]):
             self._generator.set_state(state)
         if own.consumed == 0:
             return None
+        if own.dataset != self._dataset:
+            self._warn(f"it has samples of {self._dataset}, the run that was saved {own.dataset}")
         if self._dealt:
             self._expected = sum(p.fingerprint for p in ranks) % 2**64
             # The sum over ranks is what counts, also at the next save.
@@ -271,12 +278,32 @@ class Order(Sampler[Any]):
 
     def _compare(self, found: int) -> None:
         if found % 2**64 != self._expected:
-            warnings.warn(
-                f"{self.name}: its order is not that of the run that was saved (another seed, "
-                "dataset or sampler), so of this epoch some samples come twice and others not at "
-                "all. Resume with the same, or at the end of an epoch.",
-                stacklevel=2,
+            self._warn(
+                "its order is not that of the run that was saved (another seed, dataset or sampler)"
             )
+
+    def _warn(self, problem: str) -> None:
+        warnings.warn(
+            f"{self.name}: {problem}, so of this epoch some samples come twice and others not at "
+            "all. Resume with the same, or at the end of an epoch.",
+            stacklevel=3,
+        )
+
+
+def description(dataset: Any) -> str:
+    """Return what tells a dataset from others without loading a sample.
+
+    Example:
+        >>> description(range(5))
+        'range of 5'
+    """
+    said = type(dataset).__name__
+    if isinstance(dataset, Sized):
+        said += f" of {len(dataset)}"
+    if isinstance(dataset, Subset):
+        indices = zlib.crc32(np.asarray(dataset.indices).astype(np.int64).tobytes())
+        said += f" ({indices:08x}) of {description(dataset.dataset)}"
+    return said
 
 
 def _parts(number: int, size: int, *, drop_last: bool) -> int:
