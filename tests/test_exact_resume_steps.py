@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 
 from tests import lit, noisy
 from tests.noisy import NUM_ROWS, train
@@ -45,6 +49,25 @@ def test_a_save_in_the_middle_of_accumulation_resumes_at_the_steps_first_micro_b
         after,
         accumulate_grad_batches=4,
     )
+
+
+def interrupt_scheduled(folder: str) -> list[str]:
+    def scheduled() -> Callback:
+        return GradientAccumulationScheduler({0: 1, 1: 3})
+
+    saving = noisy.SaveAt(folder, "on_train_batch_end", [5, 22, 26, 28])
+    whole = train("zero3", callbacks=[saving, scheduled()])
+    return [
+        f"{path.name}: {len(resumed.losses)} micro-batches"
+        for path in Path(folder).iterdir()
+        if not (resumed := train("zero3", resume=path, seed=9, callbacks=[scheduled()])).repeats(
+            whole, batches=len(whole.losses) - len(resumed.losses)
+        )
+    ]
+
+
+def test_accumulation_that_a_scheduler_set_goes_on_inside_the_epoch(tmp_path: Path) -> None:
+    run_all(1, interrupt_scheduled, str(tmp_path))
 
 
 class Fails(Noisy):

@@ -211,6 +211,7 @@ class Resuming:
         state = self._restored([rank["random"] for rank in stored["ranks"]])
         if stored["in_epoch"]:
             self._of_training = state
+            seams.schedule_accumulation(self._trainer)
         else:
             state.restore(self._device)
             if seams.batches_trained(self._trainer).at_end:

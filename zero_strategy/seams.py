@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -260,6 +261,17 @@ def recount(trainer: Any, in_epoch: int) -> None:
     shift = in_epoch - current.processed
     for count in ("ready", "started", "processed", "completed"):
         setattr(current, count, getattr(current, count) + shift)
+
+
+def schedule_accumulation(trainer: Any) -> None:
+    """Let a run that resumes inside an epoch accumulate as this epoch's start has set it.
+
+    Lightning's scheduler acts at the start of an epoch, which such a run has behind it.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            steps = callback.get_accumulate_grad_batches(trainer.current_epoch)
+            trainer.accumulate_grad_batches = steps
 
 
 def start_next_epoch(trainer: Any) -> None:
