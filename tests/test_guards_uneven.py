@@ -1,6 +1,7 @@
 """Ranks with different numbers of training batches end together, as the policy says."""
 
 from collections.abc import Iterator
+from inspect import getattr_static
 from typing import Any
 
 import pytest
@@ -165,6 +166,33 @@ def test_a_loader_that_ends_before_its_length_is_an_error() -> None:
     said = ranks(2).run(read_short)
     assert said[0] == ""
     assert "ended after 4 batches: must give 5, which its length says" in said[1]
+
+
+class Placed(Known):
+    """One that keeps its position, as the class alone says."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = state_dict["place"]
+
+
+def look_at_positions() -> tuple[bool, bool, int]:
+    batches = batches_of(dist.get_rank(), COUNTS[dist.get_rank()])
+    plain, placed = (
+        even_loader(kind(batches), "drop", control_group()) for kind in (Known, Placed)
+    )
+    placed.load_state_dict({"place": 3})
+    # As isinstance looks at a protocol from Python 3.12 on.
+    found = [getattr_static(one, "state_dict", None) is not None for one in (plain, placed)]
+    return *found, placed.state_dict()["place"]
+
+
+def test_an_even_loader_keeps_its_position_where_its_own_does() -> None:
+    assert ranks(2).run(look_at_positions) == [(False, True, 3)] * 2
 
 
 def fit_limited() -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_strategy.kernels.adam import AdamStep
+from zero_strategy.protocols import SchedulesAccumulation
 
 _DRIVEN = (torch.optim.AdamW, torch.optim.Adam)
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
@@ -17,9 +18,7 @@ _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 
 def accumulates(trainer: Any) -> bool:
     """Whether some optimizer step of a Trainer takes several micro-batches."""
-    scheduled = any(
-        c.__class__.__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks
-    )
+    scheduled = any(isinstance(c, SchedulesAccumulation) for c in trainer.callbacks)
     return scheduled or trainer.accumulate_grad_batches > 1
 
 

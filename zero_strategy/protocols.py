@@ -87,6 +87,15 @@ class KeepsPosition(Protocol):
 
 
 @runtime_checkable
+class SchedulesAccumulation(Protocol):
+    """A callback that sets the number of micro-batches at the start of an epoch, as Lightning's."""
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """How many micro-batches an optimizer step takes in an epoch."""
+        ...
+
+
+@runtime_checkable
 class CountsTokens(Protocol):
     """A LightningModule that knows how much work a batch is."""
 

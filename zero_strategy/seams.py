@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_strategy.guards.uneven import EvenLoader
+from zero_strategy.protocols import SchedulesAccumulation
 
 
 def evaluation_loops(trainer: Any) -> list[Any]:
@@ -269,7 +269,7 @@ def schedule_accumulation(trainer: Any) -> None:
     Lightning's scheduler acts at the start of an epoch, which such a run has behind it.
     """
     for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
+        if isinstance(callback, SchedulesAccumulation):
             steps = callback.get_accumulate_grad_batches(trainer.current_epoch)
             trainer.accumulate_grad_batches = steps
 

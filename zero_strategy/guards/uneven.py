@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zero_strategy.config import Uneven
 from zero_strategy.control import gather_alike
+from zero_strategy.protocols import KeepsPosition
 
 _UNKNOWN = -1
 _NO_BATCH = object()
@@ -81,16 +82,17 @@ def even_loader(loader: Any, policy: Uneven, group: dist.ProcessGroup | None) ->
     """
     if group is None:
         return loader
+    kind = _PositionedEvenLoader if isinstance(loader, KeepsPosition) else EvenLoader
     lengths = gathered(_length(loader), group)
     if min(lengths) == _UNKNOWN:
-        return EvenLoader(loader, policy, group, None)
+        return kind(loader, policy, group, None)
     if min(lengths) == 0 < max(lengths):
         raise refuse_uneven(lengths, policy)
     if policy == "error" or min(lengths) == max(lengths):
         # Different lengths may still make equal epochs, under a limit or beside a longer loader.
         return loader
     length = min(lengths) if policy == "drop" else max(lengths)
-    return EvenLoader(loader, policy, group, int(length))
+    return kind(loader, policy, group, int(length))
 
 
 def check_epochs(num_batches: float, policy: Uneven, group: dist.ProcessGroup) -> None:
@@ -115,7 +117,6 @@ def _length(loader: Any) -> int:
         return _UNKNOWN
 
 
-@final
 class EvenLoader(Iterable[Any]):
     """A rank's loader, made to end with those of the other ranks.
 
@@ -214,6 +215,17 @@ class EvenLoader(Iterable[Any]):
 
     def _weight(self, is_own: bool, message: _Sum) -> Callable[[], float]:
         return lambda: self._world_size / message.total() if is_own else 0.0
+
+
+@final
+class _PositionedEvenLoader(EvenLoader):
+    """Of a loader that keeps its position. From Python 3.12 on a protocol asks the class alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state_dict)
 
 
 class _Sum:
