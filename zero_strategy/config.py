@@ -62,8 +62,8 @@ class OffloadConfig:
     rank, no accumulation) and fp32 elsewhere; "bf16" rounds the step's whole gradient once."""
     lanes: Lanes = "auto"
     """What steps the state in host memory: the host's "cpu", the GPU, through which it is streamed
-    ("stream"), or "both", each taking what is most urgent. "auto" tries in the first steps whether
-    the GPU's help makes them shorter. Without a GPU it is the CPU."""
+    ("stream"), or "both", each taking what is most urgent. "auto" takes the first steps
+    each way and keeps the fastest. Without a GPU it is the CPU."""
     moments: Moments = "fp32"
     """Of Adam; "bf16" rounds them at every step and is not exact: 8 bytes per parameter of state
     instead of 12. Checkpoints hold fp32 in either case."""

@@ -76,9 +76,9 @@ def _case(
         seq_len=4096,
         rounds=1,
         # The first ones of each regime are taken in different ways.
-        warmup_steps=16,
+        warmup_steps=24,
         steps=10,
         timeout_s=timeout_s,
     )
-    settings: dict[str, Any] = {"settle_steps": 18, "traced_steps": 2, "rival_steps": 3, **options}
+    settings: dict[str, Any] = {"settle_steps": 24, "traced_steps": 2, "rival_steps": 3, **options}
     return OffloadStep(shape=shape, kinds=_KINDS, clipped_steps=clipped_steps, **settings)

@@ -24,8 +24,10 @@ staged: as late, but step in one pass once the norm is known."""
 
 SETTLE_STEPS = 2
 """Steps that are not looked at after clipping began or ended."""
-TRIAL_STEPS = 4
-"""Steps taken each way; the first of them is not looked at."""
+TRIAL_STEPS = 6
+"""Steps taken each way."""
+UNSETTLED_STEPS = 3
+"""The first of these are not looked at: what the way before left is still worked off."""
 WORTH_IT = 0.99
 """Another way must bring a step below so much of its time in the plain way."""
 
@@ -95,8 +97,9 @@ class Ways:
             self._num_steps, self._taken = 0, [[] for _ in ways]
         index = self._num_steps - SETTLE_STEPS
         self._num_steps += 1
-        if index > 0 and (index - 1) % TRIAL_STEPS and step_s is not None:
-            self._taken[(index - 1) // TRIAL_STEPS].append(step_s)
+        way, taken = divmod(index - 1, TRIAL_STEPS)
+        if index > 0 and taken >= UNSETTLED_STEPS and step_s is not None:
+            self._taken[way].append(step_s)
         if index < len(ways) * TRIAL_STEPS:
             return ways[max(0, index) // TRIAL_STEPS]
         times = [statistics.median(taken) for taken in self._taken]
