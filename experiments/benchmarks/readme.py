@@ -18,6 +18,10 @@ BEGIN = "<!-- measured: begin, written by zero_strategy.experiments.benchmarks.r
 END = "<!-- measured: end -->"
 HEAD = ("case", "system", "step time, s (min-max)", "tokens/s", "peak memory, GiB", "ours is")
 
+OFFLOAD_HEAD = (
+    *("case", "system", "no step clipped, s", "every step clipped, s"),
+    *("on the GPU, GiB", "on the host, B per parameter", "ours is, not clipped and clipped"),
+)
 FAULTS_HEAD = ("case", "fault", "figures")
 
 # Only cases of training steps have the columns of the table.
@@ -25,7 +29,13 @@ TITLES = {
     "train_step_3b": "3.37B, 4 x 4096 tokens, recompute",
     "train_step_small": "0.13B, 8 x 1024 tokens",
 }
-# Cases that have a table of their own, a line for each kind of fault.
+# Cases that have tables of their own: of steps in two regimes, and a line for each kind of fault.
+OFFLOAD_TITLES = {
+    "offload_3b_16k": "3.37B, 4 x 4096 tokens, all optimizer state on the host",
+    "offload_3b_4k": "3.37B, 1 x 4096 tokens, all optimizer state on the host",
+    "offload_7b_8k": "6.74B, 2 x 4096 tokens",
+    "offload_15b_16k": "15B, 4 x 4096 tokens",
+}
 FAULTS_TITLES = {"checkpoint_faults": "checkpoints under faults"}
 
 
@@ -35,15 +45,19 @@ def committed_results() -> dict[str, dict[str, Any]]:
 
 
 def measured_table(results: Iterable[dict[str, Any]]) -> str:
-    """Return the Markdown tables of training steps and of faults; empty without any."""
+    """Return the Markdown tables of training steps, offload and faults; empty without any."""
     steps: list[Sequence[str]] = []
+    offload: list[Sequence[str]] = []
     faults: list[Sequence[str]] = []
     for result in results:
         if result["case"] in TITLES:
             steps += _lines(result)
+        elif result["case"] in OFFLOAD_TITLES:
+            offload += _offload_lines(result)
         elif result["case"] in FAULTS_TITLES:
             faults += _fault_lines(result)
-    return "\n\n".join(filter(None, (_markdown(HEAD, steps), _markdown(FAULTS_HEAD, faults))))
+    tables = ((HEAD, steps), (OFFLOAD_HEAD, offload), (FAULTS_HEAD, faults))
+    return "\n\n".join(filter(None, (_markdown(head, lines) for head, lines in tables)))
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -65,16 +79,38 @@ def _fault_lines(result: dict[str, Any]) -> Iterable[Sequence[str]]:
         yield case, kind, ", ".join(figures)
 
 
+def _offload_lines(result: dict[str, Any]) -> Iterable[Sequence[str]]:
+    """Yield a line for each system; the first one is ours."""
+    rows = {(row["system"], row["metric"]): row for row in result["rows"]}
+    case = f"{OFFLOAD_TITLES[result['case']]}; {result['hardware']}"
+    ours, *_ = systems = list(dict.fromkeys(row["system"] for row in result["rows"]))
+    for system in systems:
+        if (system, "step time") not in rows or not rows[system, "step time"]["runs"]:
+            yield case, system, _why_not(result, system), *"----"
+            continue
+        times, factors = [], []
+        for metric in ("step time", "clipped step time"):
+            row, own = rows.get((system, metric)), rows.get((ours, metric))
+            times.append(_time(row) if row else "-")
+            if row and own and system != ours:
+                factors.append(_factor(row["median"] / own["median"], "faster", "slower"))
+        peak, host = (
+            rows[system, metric]["median"] if (system, metric) in rows else None
+            for metric in ("peak memory", "host memory per parameter")
+        )
+        sizes = [f"{size:.1f}" if size is not None else "-" for size in (peak, host)]
+        yield case, system, *times, *sizes, ", ".join(factors) or "-"
+
+
 def _lines(result: dict[str, Any]) -> Iterable[Sequence[str]]:
     rows = {(row["system"], row["metric"]): row for row in result["rows"]}
     case = f"{TITLES[result['case']]}; {result['hardware']}"
     for system in dict.fromkeys(row["system"] for row in result["rows"]):
         step = rows.get((system, "step time"))
         if step is None or step["median"] is None:
-            failed = next(r for r in result["rows"] if r["system"] == system and not r["runs"])
-            yield case, system, failed["note"].replace("|", "/"), "-", "-", "-"
+            yield case, system, _why_not(result, system), "-", "-", "-"
             continue
-        time = f"{step['median']:.4g} ({step['min']:.4g}-{step['max']:.4g})"
+        time = _time(step)
         speed = rows[system, "speed"]["median"]
         peak = rows.get((system, "peak memory"))
         memory = f"{peak['median']:.1f}" if peak else "-"
@@ -88,10 +124,25 @@ def _comparison(ratios: dict[str, float], system: str) -> str:
         (f"vs {system} memory", "smaller", "larger"),
     ):
         if name in ratios:
-            x = ratios[name]
-            word = better if x >= 1 else worse
-            parts.append(f"{max(x, 1 / x):.3f}x {word}")
+            parts.append(_factor(ratios[name], better, worse))
     return ", ".join(parts) or "-"
+
+
+def _time(row: dict[str, Any]) -> str:
+    return f"{row['median']:.4g} ({row['min']:.4g}-{row['max']:.4g})"
+
+
+def _factor(x: float, better: str, worse: str) -> str:
+    return f"{max(x, 1 / x):.3f}x {better if x >= 1 else worse}"
+
+
+def _why_not(result: dict[str, Any], system: str) -> str:
+    """Return why a system has no step time."""
+    rows = [row for row in result["rows"] if row["system"] == system]
+    failed = [row["note"] for row in rows if not row["runs"]]
+    difference = next((r["max"] for r in rows if r["metric"] == "loss difference"), None)
+    said = failed[0] if failed else f"not timed: its losses differ by {difference:.3g} nat"
+    return said.replace("|", "/")
 
 
 def with_table(text: str, measured: str) -> str:
