@@ -69,7 +69,10 @@ class DelayedLink(Link):
         self.up = Stream(self.draw)
         self._down = Stream(self.draw)
 
-    def pull(self, copies: Copies, after: Copied) -> Copied:
+    def mark(self) -> Copied:
+        return DONE
+
+    def pull(self, copies: Copies, after: Copied, ready: Copied) -> Copied:
         def work() -> None:
             after.wait()
             _copy(copies)

@@ -156,6 +156,7 @@ class Run:
         device: str = "cpu",
         lanes: str = "cpu",
         moments: torch.dtype = torch.float32,
+        spare_slots: int = 3,
     ) -> None:
         self.model = build()
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -199,7 +200,8 @@ class Run:
             lanes=chosen,
             link=link,
             grad_dtype=grad_dtype,
-            spare_slots=3,
+            spare_slots=spare_slots,
+            max_held=3,
             pinned=pinned,
         )
         self.decay = {
@@ -288,6 +290,16 @@ def test_copies_and_passes_that_end_late_change_no_bit(mode, max_norm, lanes):
     for _ in range(NUM_STEPS):
         run.step()
     assert_equal(run, expected(max_norm, 1, torch.bfloat16))
+
+
+@pytest.mark.parametrize("lanes", ["delayed cpu", "delayed both", "delayed stream"])
+@pytest.mark.parametrize("mode", ["deferred", "late", "staged"])
+def test_gradients_that_wait_on_the_device_for_room_change_no_bit(mode, lanes):
+    run = Run(2.0, 2, torch.float32, lanes=lanes, spare_slots=1)
+    run.engine.way = Way(mode, helps=True)
+    for _ in range(NUM_STEPS):
+        run.step()
+    assert_equal(run, expected(2.0, 2, torch.float32))
 
 
 @pytest.mark.parametrize("lanes", ["cpu", "delayed both"])

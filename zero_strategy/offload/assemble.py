@@ -14,7 +14,13 @@ from zero_strategy.offload.host import HostState
 from zero_strategy.offload.lanes import CpuLane, Lane, StreamLane
 from zero_strategy.offload.link import CudaLink, Link, link_for
 from zero_strategy.offload.tiers import TieredState
-from zero_strategy.planning.job import NUM_WIRES, STREAM_LEAVES, STREAM_SLOTS, num_spare_slots
+from zero_strategy.planning.job import (
+    NUM_WIRES,
+    STREAM_LEAVES,
+    STREAM_SLOTS,
+    num_held,
+    num_spare_slots,
+)
 
 
 def make_engine(
@@ -42,6 +48,7 @@ def make_engine(
         link=link,
         grad_dtype=grad_dtype,
         spare_slots=num_spare_slots(len(state.host.layout.chunks)),
+        max_held=num_held(len(state.host.layout.chunks)),
         pinned=isinstance(link, CudaLink),
     )
 

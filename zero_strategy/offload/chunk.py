@@ -36,13 +36,16 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Gradient:
-    """A chunk's gradient of one step, in host memory."""
+    """A chunk's gradient of one step, in host memory or on its way there."""
 
     step: Step
-    slot: Tensor
-    free: Copied
+    slot: Tensor | None = None
+    """Its place in host memory; None while it waits for one on the device."""
+    free: Copied = DONE
     """The end of what read the slot before."""
     names: set[str] = field(default_factory=set)
+    parts: list[tuple[Sequence[tuple[int, Tensor]], Copied]] = field(default_factory=list)
+    """What has no copy under way yet: where it belongs in the slot, values, when they are ready."""
     copies: list[Copied] = field(default_factory=list)
     segments: tuple[Segment, ...] = ()
     sent: tuple[float, Sequence[Segment]] | None = None
@@ -50,12 +53,18 @@ class Gradient:
 
     def stepped(self, scale: float) -> Stepped:
         """Return it for a pass, with a scale."""
+        assert self.slot is not None, "passes wait for a slot"
         return Stepped(self.slot, self.segments, scale, self.copies)
 
     def decided(self) -> Stepped:
         """Return it for a commit, with the scale that was decided."""
         assert self.step.scale is not None, "committed once it is decided"
         return self.stepped(self.step.scale)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the host has all of it."""
+        return self.slot is not None and all(copied.is_done() for copied in self.copies)
 
     @property
     def is_final(self) -> bool:
@@ -88,7 +97,12 @@ class Chunk:
     @property
     def is_arrived(self) -> bool:
         """Whether it waits for no copy of a gradient."""
-        return self.arriving is None or all(c.is_done() for c in self.arriving.copies)
+        return self.arriving is None or self.arriving.is_there
+
+    @property
+    def waits_for_slot(self) -> bool:
+        """Whether its whole gradient is on the device, where it waits for a place on the host."""
+        return self.arriving is not None and self.arriving.slot is None
 
     @property
     def is_sent(self) -> bool:
@@ -98,7 +112,7 @@ class Chunk:
     @property
     def is_urgent(self) -> bool:
         """Whether its step is decided and the accelerator lacks its weights."""
-        return not self.is_sent and not self.is_undecided
+        return not self.is_sent and not self.is_undecided and not self.waits_for_slot
 
     @property
     def is_early(self) -> bool:
@@ -107,10 +121,12 @@ class Chunk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can be done but to commit a step that was decided."""
-        if self.pending is None or not self.pending.is_final:
+        """Whether nothing can be done but to end a step that was decided."""
+        if self.pending is None or not self.pending.step.sealed:
             return False
-        return self.arriving is None or not self.is_arrived
+        if self.waits_for_slot:
+            return True
+        return self.pending.is_final and (self.arriving is None or not self.is_arrived)
 
     @property
     def is_undecided(self) -> bool:

@@ -41,7 +41,8 @@ from zero_strategy.offload.chunk import (
 from zero_strategy.offload.figures import EngineFigures, Meter
 from zero_strategy.offload.host import SlotPool
 from zero_strategy.offload.lanes import Ended, Lane, Stepped
-from zero_strategy.offload.link import Copied, Link, Several
+from zero_strategy.offload.link import DONE, Copied, Link, Several
+from zero_strategy.offload.slots import Slots
 from zero_strategy.offload.tiers import TieredState
 from zero_strategy.offload.ways import Way
 
@@ -56,7 +57,9 @@ class OffloadEngine:
         lanes: run the passes, each on a thread of its own.
         link: moves gradients to the host.
         grad_dtype: of gradients on their way and until they are committed.
-        spare_slots: gradients that can have arrived while every chunk holds one that is pending.
+        spare_slots: gradients that the host has room for while every chunk holds one that is
+            pending.
+        max_held: gradients that may wait on the device for such room.
         pinned: register the gradients' memory with CUDA.
 
     What fails in the worker is raised by the next call from outside.
@@ -71,6 +74,7 @@ class OffloadEngine:
         link: Link,
         grad_dtype: torch.dtype,
         spare_slots: int,
+        max_held: int,
         pinned: bool,
     ) -> None:
         layout = state.host.layout
@@ -87,7 +91,8 @@ class OffloadEngine:
         self._link = link
         self._grad_dtype = grad_dtype
         num_slots = len(layout.chunks) + max(1, spare_slots)
-        self._slots = SlotPool(num_slots, layout.slot_length, grad_dtype, pinned=pinned)
+        pool = SlotPool(num_slots, layout.slot_length, grad_dtype, pinned=pinned)
+        self._slots = Slots(pool, link, max_held=max_held)
         self._chunks = [
             Chunk(c, index, state.host.chunk(c), targets_of(c, weights), index in state.host.pinned)
             for index, c in enumerate(layout.chunks)
@@ -136,7 +141,7 @@ class OffloadEngine:
             hyper: gives the hyperparameters of the step; called once per step.
             last: no other micro-batch of this step follows.
 
-        Cost: no host sync; waits for the lane when all spare slots are taken.
+        Cost: no host sync; waits for the lanes where too many gradients wait for room on the host.
         """
         if self._current is None:
             self._ensure_workers()
@@ -168,31 +173,27 @@ class OffloadEngine:
 
     def _fill(self, chunk: Chunk, step: Step, name: str, grad: Tensor) -> None:
         if chunk.filling is None:
-            chunk.filling = Gradient(step, *self._take_slot())
+            chunk.filling = Gradient(step)
+            self._place(chunk, chunk.filling)
         gradient = chunk.filling
-        gradient.copies.append(
-            self._link.pull(
-                [
-                    (gradient.slot.narrow(0, p.offset, p.length), grad.narrow(0, p.start, p.length))
-                    for p in chunk.layout.pieces
-                    if p.name == name
-                ],
-                gradient.free,
-            )
-        )
+        pieces = [p for p in chunk.layout.pieces if p.name == name]
+        parts = [(p.offset, grad.narrow(0, p.start, p.length)) for p in pieces]
+        ready = self._link.mark()
+        with self._changed:
+            self._slots.add(gradient, parts, ready)
         gradient.names.add(name)
         if len(gradient.names) == len(chunk.targets):
             self._arrive(chunk)
 
-    def _take_slot(self) -> tuple[Tensor, Copied]:
+    def _place(self, chunk: Chunk, gradient: Gradient) -> None:
         with self._changed:
-            if not self._slots.num_free:
+            if not self._slots.has_room:
                 # Chunks that wait for more of their gradient hold two slots. With their earlier
                 # steps committed, one slot per chunk is enough.
                 with self._meter.slot_wait():
-                    self._changed.wait_for(lambda: self._slots.num_free or self._failure)
+                    self._changed.wait_for(lambda: self._slots.has_room or self._failure)
             self._raise_failure()
-            return self._slots.take()
+            self._slots.place(chunk, gradient)
 
     def _arrive(self, chunk: Chunk) -> None:
         gradient, chunk.filling = chunk.filling, None
@@ -200,7 +201,7 @@ class OffloadEngine:
         gradient.segments = segments_of(chunk.layout, gradient)
         with self._changed:
             chunk.arriving = gradient
-            self._meter.arrived(chunk, gradient)
+            self._meter.arrived(chunk, gradient, self._grad_dtype.itemsize)
             self._queue(chunk)
             self._changed.notify_all()
 
@@ -351,10 +352,11 @@ class OffloadEngine:
                 gradient = chunk.arriving
                 if gradient is None:
                     continue
-                gradient.stepped(1.0).wait()
+                arrived = gradient.stepped(1.0)
+                arrived.wait()
                 for piece in chunk.layout.pieces:
                     if piece.name in gradient.names:
-                        part = gradient.slot.narrow(0, piece.offset, piece.length)
+                        part = arrived.grad.narrow(0, piece.offset, piece.length)
                         parts[piece.name].append(part.clone())
         grads = self.state.resident.release() | {n: torch.cat(p) for n, p in parts.items()}
         self.seal(None, self._current.hyper if self._current else {})
@@ -385,7 +387,10 @@ class OffloadEngine:
         arriving, pending = chunk.arriving, chunk.pending
         if chunk.busy:
             return  # queued again when its pass is over
-        if arriving is not None and not arriving.step.sealed:
+        if chunk.waits_for_slot:
+            if chunk.is_idle:
+                self._agenda.leave(chunk)
+        elif arriving is not None and not arriving.step.sealed:
             if self.way.mode == "deferred" or pending is not None:
                 self._agenda.arriving.append(chunk)
         elif not chunk.is_sent and not chunk.is_undecided:
@@ -408,9 +413,14 @@ class OffloadEngine:
     def _choose(self, chunk: Chunk, lane: Lane) -> Pass | None:
         arriving, pending = chunk.arriving, chunk.pending
         if arriving is not None and arriving.step.dropped:
-            self._slots.give(arriving.slot, Several(arriving.copies))
+            self._give_back(arriving, DONE)
             self._changed.notify_all()
             arriving = chunk.arriving = None
+        if chunk.waits_for_slot:
+            if pending is None or not pending.step.sealed:
+                return None
+            dropped = pending.step.scale is None
+            return Pass(chunk, send=True) if dropped else Pass(chunk, commit=pending)
         if arriving is not None:
             scale = arriving.step.scale
             if scale is None and (self.way.mode != "deferred" or not chunk.is_arrived):
@@ -483,14 +493,14 @@ class OffloadEngine:
         if preview is not None or chosen.send:
             chunk.wired = ended.sent
         if commit is not None:
-            self._slots.give(commit.slot, ended.stored)
+            self._give_back(commit, ended.stored)
             if commit is chunk.pending:
                 chunk.pending = None
             else:
                 chunk.arriving = None
         elif chosen.send:  # the previewed step was dropped
             assert chunk.pending is not None, "its weights were sent"
-            self._slots.give(chunk.pending.slot, ended.stored)
+            self._give_back(chunk.pending, ended.stored)
             chunk.pending = None
         if preview is not None and previewed is not None:
             preview.sent = (previewed.scale, previewed.segments)
@@ -499,6 +509,12 @@ class OffloadEngine:
             else:
                 self.num_redone += 1
         self._queue(chunk)
+
+    def _give_back(self, gradient: Gradient, read: Copied) -> None:
+        """Let a gradient go, and the next one have its slot. Under the lock."""
+        next_one = self._slots.give_back(gradient, read)
+        if next_one is not None:
+            self._queue(next_one)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -67,10 +67,10 @@ class Meter:
         self._passes: Counter[tuple[str, PassKind]] = Counter()
         self._slot_wait_s = 0.0
 
-    def arrived(self, chunk: Chunk, gradient: Gradient) -> None:
-        """Count a chunk's gradient as copied to the host."""
+    def arrived(self, chunk: Chunk, gradient: Gradient, itemsize: int) -> None:
+        """Count a chunk's gradient, of so many bytes an element, as copied to the host."""
         length = sum(p.length for p in chunk.layout.pieces if p.name in gradient.names)
-        self._down_bytes += length * gradient.slot.itemsize
+        self._down_bytes += length * itemsize
 
     def chose(self, chunk: Chunk, agenda: Agenda) -> None:
         """Count the chunks that wait when a lane takes one of them."""

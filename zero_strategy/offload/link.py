@@ -31,12 +31,17 @@ class Copied(Protocol):
 class Link(Protocol):
     """Moves data between host memory and one device."""
 
-    def pull(self, copies: Copies, after: Copied) -> Copied:
-        """Copy to the host what the work queued until now leaves in the sources.
+    def mark(self) -> Copied:
+        """Return the end of the work that this thread has queued on the device until now."""
+        ...
+
+    def pull(self, copies: Copies, after: Copied, ready: Copied) -> Copied:
+        """Copy to the host.
 
         Args:
             copies: what to copy.
             after: what must have ended before the targets are written to.
+            ready: a mark, at which the sources hold what is to be copied.
         """
         ...
 
@@ -49,7 +54,11 @@ class Link(Protocol):
 class HostLink:
     """For a model in host memory: a copy is done when it returns."""
 
-    def pull(self, copies: Copies, after: Copied) -> Copied:
+    def mark(self) -> Copied:
+        """What is computed here is there."""
+        return DONE
+
+    def pull(self, copies: Copies, after: Copied, ready: Copied) -> Copied:
         """Copy now."""
         after.wait()
         return self.push(copies)
@@ -75,10 +84,14 @@ class CudaLink:
         """The stream of copies to the GPU."""
         self._down = torch.cuda.Stream(device)
 
-    def pull(self, copies: Copies, after: Copied) -> Copied:
-        """Queue copies behind what the current stream has queued."""
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
+    def mark(self) -> Copied:
+        """Return the end of what the current stream has queued."""
+        return Event(torch.cuda.current_stream(self.device))
+
+    def pull(self, copies: Copies, after: Copied, ready: Copied) -> Copied:
+        """Queue copies behind the earlier ones of this direction."""
         with torch.cuda.stream(self._down):
+            ready.gate()
             after.gate()
             for target, source in copies:
                 target.copy_(source, non_blocking=True)

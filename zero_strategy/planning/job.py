@@ -138,5 +138,13 @@ def host_layout(job: Job, share: float) -> Layout:
 
 
 def num_spare_slots(num_chunks: int) -> int:
-    """Return how many gradients may have arrived while every chunk holds one not yet committed."""
-    return max(2, num_chunks // 5)
+    """Return how many gradients the host has room for while every chunk holds one to commit."""
+    return max(2, min(8, num_chunks // 5))
+
+
+def num_held(num_chunks: int) -> int:
+    """Return how many gradients may wait on the device for room on the host.
+
+    They come when the backward lets activations go, which are more, and so add nothing to the peak.
+    """
+    return num_chunks // 5

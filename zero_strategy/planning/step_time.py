@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from zero_strategy.planning.job import Job, host_units, num_spare_slots
+from zero_strategy.planning.job import Job, host_units, num_held, num_spare_slots
 from zero_strategy.planning.machines import Machine
 from zero_strategy.telemetry import text
 
@@ -227,6 +227,7 @@ class _Steps:
     between_s: float
     """Micro-batches between the first forward and the last backward."""
     spare_slots: int
+    """Gradients that can have arrived without a pass, on the host and on the device."""
     compute_s: float
 
 
@@ -240,7 +241,7 @@ def _steps(job: Job, compute_s: float, chosen: set[str]) -> _Steps:
         units.append(_Unit(part * job.forward_share, part * (1 - job.forward_share), chunks))
     num_chunks = sum(len(unit.chunks) for unit in units)
     between_s = per_batch * (job.micro_batches - 1)
-    return _Steps(units, between_s, num_spare_slots(num_chunks), compute_s)
+    return _Steps(units, between_s, num_spare_slots(num_chunks) + num_held(num_chunks), compute_s)
 
 
 def _chunks(num_params: int, chunk_elements: int) -> tuple[int, ...]:
