@@ -94,7 +94,6 @@ class DelayedLane(Lane):
     def __init__(self, link: DelayedLink, num_slots: int, *, leaves: int) -> None:
         self.name = "stream"
         self.leaves = leaves
-        self.carries = True
         self._link = link
         self._pass, self._down = Stream(link.draw), Stream(link.draw)
         self._free: list[Copied] = [DONE] * num_slots

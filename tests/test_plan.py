@@ -267,13 +267,6 @@ def test_measured_steps_are_predicted_within_a_twelfth(batch_size, share, lanes,
     assert step_time(planned, H200, share).step_s == pytest.approx(measured_s, rel=1 / 12)
 
 
-@pytest.mark.parametrize(("batch_size", "measured_s"), [(1, 0.957), (4, 1.261)])
-def test_measured_steps_that_are_clipped_are_predicted_within_a_twelfth(batch_size, measured_s):
-    # `offload_3b_16k_h200.json`, and the same with one row.
-    planned = measured_job(f"data.batch_size={batch_size}", lanes="both", chunk_elements=8 << 20)
-    assert step_time(planned, H200, 1.0).clipped_step_s == pytest.approx(measured_s, rel=1 / 12)
-
-
 def test_a_measured_peak_is_predicted_within_a_fiftieth():
     # `train_step_3b_h200.json`: 52.861 GiB.
     plan = plan_job(measured_job("trainer.strategy=zero3"), H200, None)

@@ -405,12 +405,12 @@ class OffloadEngine:
         # A commit ahead of its time is worth a core, but not the link that weights are sent on.
         spares = not lane.leaves or self._flushing
         while (chunk := self._agenda.pop(lane, idle=spares)) is not None:
-            if not chunk.busy and (chosen := self._choose(chunk, lane)):
+            if not chunk.busy and (chosen := self._choose(chunk)):
                 self._meter.chose(chunk, self._agenda)
                 return chosen
         return None
 
-    def _choose(self, chunk: Chunk, lane: Lane) -> Pass | None:
+    def _choose(self, chunk: Chunk) -> Pass | None:
         arriving, pending = chunk.arriving, chunk.pending
         if arriving is not None and arriving.step.dropped:
             self._give_back(arriving, DONE)
@@ -427,7 +427,7 @@ class OffloadEngine:
                 return Pass(chunk, commit=pending) if pending is not None else None
             if self.way.mode == "staged" and pending is not None:
                 return Pass(chunk, commit=pending)
-            if scale is not None and pending is None and self._at_once(lane):
+            if self.way.mode == "staged":
                 return Pass(chunk, commit=arriving, send=True)
             speculative = 1.0 if scale is None else scale
             return Pass(chunk, commit=pending, preview=arriving, scale=speculative)
@@ -437,13 +437,9 @@ class OffloadEngine:
             return Pass(chunk, send=True)
         if pending.is_final:
             return Pass(chunk, commit=pending)
-        if self._at_once(lane):
+        if self.way.mode == "staged":
             return Pass(chunk, commit=pending, send=True)
         return Pass(chunk, preview=pending, scale=pending.step.scale)
-
-    def _at_once(self, lane: Lane) -> bool:
-        """Whether a lane takes a step that was decided in one pass, and not a preview first."""
-        return self.way.mode == "staged" or lane.carries
 
     def _await_pass(self, lane: Lane) -> tuple[Pass, Stepped | None, Stepped | None] | None:
         """Return a pass with what it commits and previews; None where the engine is closed."""

@@ -80,9 +80,6 @@ class Lane(Protocol):
     """What its passes are counted under."""
     leaves: int
     """Takes a chunk only where more than so many wait, so that it helps but does not compete."""
-    carries: bool
-    """Carries a chunk's state to where it is stepped: a preview costs as much as a step there, and
-    the way back is another direction of the link."""
 
     def takes(self, chunk: Holder) -> bool:
         """Whether it can run passes over a chunk."""
@@ -129,7 +126,6 @@ class CpuLane(Lane):
     ) -> None:
         self.name = "cpu"
         self.leaves = 0
-        self.carries = False
         self._link = link
         self._threads = threads
         wires = buffers(num_wires, slot_length, torch.bfloat16, pinned=pinned)
@@ -217,7 +213,6 @@ class StreamLane(Lane):
     ) -> None:
         self.name = "stream"
         self.leaves = leaves
-        self.carries = True
         device = link.device
         self._up = link.up
         self._pass, self._down = (torch.cuda.Stream(device) for _ in range(2))

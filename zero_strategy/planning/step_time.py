@@ -160,10 +160,13 @@ class _Queues:
     down_s: float
     up_s: float
     pass_s: dict[Pass, float]
+    commit_s: float
+    """Of a commit ahead of its time, which is the cores'."""
 
     @classmethod
     def of(cls, job: Job, machine: Machine) -> _Queues:
         names: tuple[Pass, ...] = ("step", "deferred", "preview")
+        cores = replace(job, lanes="cpu")
         return cls(
             down_s=job.grad_itemsize / machine.duplex_bytes_per_s,
             # A streamed pass leaves its weights on the GPU.
@@ -171,6 +174,7 @@ class _Queues:
             * _WEIGHT_BYTES
             / machine.duplex_bytes_per_s,
             pass_s={name: _lane_times(name, job, machine).pass_s for name in names},
+            commit_s=_lane_times("step", cores if job.lanes == "both" else job, machine).pass_s,
         )
 
 
@@ -285,7 +289,7 @@ class _Clock:
     def backward(self, steps: _Steps, queues: _Queues, mode: Mode) -> None:
         if mode == "late":
             # The step before is committed from here on, whenever the lane has nothing else to do.
-            self.lane += sum(sum(u.chunks) for u in steps.units) * queues.pass_s["step"]
+            self.lane += sum(sum(u.chunks) for u in steps.units) * queues.commit_s
         for index, unit in reversed(list(enumerate(steps.units))):
             self.gpu += unit.backward_s
             for length in unit.chunks:
