@@ -64,7 +64,7 @@ H200 = Machine(
     up_bytes_per_s=54.5e9,
     duplex_bytes_per_s=49e9,
     copy_slowdown=0.07,
-    # In large pages, which differs by host: 105 to 165e9 were seen. It is the limit of clipped steps.
+    # In large pages. Differs by host, 105 to 165e9 were seen; it is the limit of clipped steps.
     host_memory_bytes_per_s=125e9,
     step_params_per_s=4.9e9,
     deferred_params_per_s=3.9e9,
