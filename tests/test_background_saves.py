@@ -290,3 +290,15 @@ def test_the_end_of_a_snapshot_frees_who_waits() -> None:
     held.snapshot.end()
     writer.join(5)
     assert not writer.is_alive()
+
+
+def save_after_the_run(folder: str) -> int:
+    run = lit.trainer(ZeroStrategy(stage=3, saving=AMPLE), max_epochs=1)
+    run.fit(lit.Lit(), lit.loader())
+    path = Path(folder) / "after.ckpt"
+    run.save_checkpoint(path)
+    return len(verify(path, deep=True).problems)
+
+
+def test_a_save_after_the_run_is_there_when_it_returns(tmp_path: Path) -> None:
+    assert ranks(2).run(save_after_the_run, str(tmp_path)) == [0, 0]

@@ -28,7 +28,7 @@ from tests.ranks import ranks
 from tests.runs import FP32_TOLERANCE, ROWS, Run, assert_same, fit, refusal
 from zero_strategy.checkpoint import storage
 from zero_strategy.checkpoint.export import export
-from zero_strategy.checkpoint.plain import plain
+from zero_strategy.checkpoint.plain import changed, plain
 
 NAMES = ("zero1", "zero2", "zero3")
 
@@ -244,6 +244,11 @@ def test_a_plain_file_with_omegaconf_in_it_resumes_when_it_is_trusted(tmp_path: 
         run = group.run if group else lambda f, *args, **kwargs: [f(*args, **kwargs)]
         call = {"resume": file, "weights_only": False}
         assert_same(run(fit_configured, Configured, strategy, **call)[0], expected, first=3)
+
+
+def test_what_comes_back_as_another_type_is_named() -> None:
+    value = {"a": Level.HIGH, "b": [1, Path("x")], "c": Settings(0.1, Path("x")), "d": (1.0, "y")}
+    assert list(changed(value, "hp")) == ["hp.a (Level)", "hp.b[1] (PosixPath)", "hp.c (Settings)"]
 
 
 class Unplain(lit.Lit):

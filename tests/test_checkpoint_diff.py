@@ -75,3 +75,12 @@ def test_each_kind_of_difference_is_named(tmp_path, capsys):
     assert main(["checkpoint", "diff", str(one), str(one)]) == 0
     assert capsys.readouterr().out.endswith("equal, every bit\n")
     assert main(["checkpoint", "diff", str(one), str(tmp_path)]) == 2
+
+
+def test_a_damaged_checkpoint_is_equal_to_nothing(tmp_path, capsys):
+    one, other = save(tmp_path / "one"), save(tmp_path / "other")
+    file = other / "tensors-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-5] + b"\xff" + file.read_bytes()[-4:])
+    for pair in ([one, other], [other, one]):
+        assert main(["checkpoint", "diff", *map(str, pair)]) != 0
+        assert f"{other}: " in capsys.readouterr().err

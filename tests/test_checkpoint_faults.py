@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.save_and_die import whole
 from zero_strategy.checkpoint import files, storage
+from zero_strategy.checkpoint.casts import Casts
 from zero_strategy.checkpoint.codec import decode, encode
 from zero_strategy.checkpoint.manifest import NAME, DamagedError, Manifest
 from zero_strategy.checkpoint.verify import verify
@@ -61,7 +62,7 @@ def version_of(path: Path) -> int:
     assert found == wanted_meta
     got = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in stored(path).items()}
     assert got.keys() == want.keys()
-    storage.load(path, got)
+    storage.load(path, got, Casts(allowed=False))
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor), name
     return version
@@ -433,6 +434,9 @@ def test_a_link_in_place_of_a_file_is_refused(tmp_path):
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     assert outcome(path) == "detected"
+    for deep in (False, True):
+        (problem,) = verify(path, deep=deep).problems
+        assert problem == f"{file.name} is a link, must be the file itself: copy it here"
 
 
 def test_a_deeply_nested_manifest_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     Callback,
@@ -68,6 +69,46 @@ def interrupt_scheduled(folder: str) -> list[str]:
 
 def test_accumulation_that_a_scheduler_set_goes_on_inside_the_epoch(tmp_path: Path) -> None:
     run_all(1, interrupt_scheduled, str(tmp_path))
+
+
+class OnPlateau(Noisy):
+    """Lowers its rate where validation no longer improves, and logs its loss over epochs."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.log("over_epoch", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        super().validation_step(batch, index)
+        self.log("val", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        told = {"scheduler": schedule, "monitor": "val", "interval": "epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": told}
+
+
+def interrupt_plateau(folder: str) -> tuple[list[str], list[str]]:
+    saving = noisy.SaveAt(folder, "on_train_batch_end", [5, 27])
+    whole = train("zero3", callbacks=[saving], module=OnPlateau(), max_epochs=3)
+    wrong, said = [], []
+    for path in Path(folder).iterdir():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed = train("zero3", resume=path, seed=9, module=OnPlateau(), max_epochs=3)
+        if not resumed.repeats(whole, batches=len(whole.losses) - len(resumed.losses)):
+            wrong.append(path.name)
+        said += [str(w.message) for w in caught if "over_epoch: over the epoch" in str(w.message)]
+    return wrong, said
+
+
+def test_a_plateau_scheduler_steps_at_the_end_of_the_epoch_that_goes_on(tmp_path: Path) -> None:
+    ((wrong, said),) = ranks(1).run(interrupt_plateau, str(tmp_path))
+    assert not wrong
+    # What is logged over the epoch has lost its first batches, and says so, once per resume.
+    assert len(said) == 2
 
 
 class Fails(Noisy):

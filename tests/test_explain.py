@@ -14,6 +14,7 @@ from tests.ranks import ranks
 from tests.test_penalties import DecayInLoss, Penalized
 from tests.test_training import NAMES, _noise_loader
 from zero_strategy import ZeroStrategy
+from zero_strategy.explain import explain
 from zero_strategy.precision import ZeroPrecision
 
 
@@ -98,6 +99,12 @@ def notes_of_own() -> list[str]:
     except ValueError as error:
         return vars(error).get("__notes__", [])
     return ["none was raised"]
+
+
+def test_who_is_left_alone_in_a_collective_is_told_of_the_rank_that_left() -> None:
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
+    explain(error)
+    assert "another rank left the run" in error.__notes__[0]
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -233,3 +234,50 @@ def test_weights_are_exported_a_tensor_at_a_time(tmp_path: Path) -> None:
     assert grown <= 8 * each
     there = load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(there[str(i)], torch.full((each // 4,), float(i))) for i in range(40))
+
+
+# Lightning's own loading.
+
+
+class Sized(lit.Lit):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.cfg = cfg
+
+
+def fit_sized(path: str) -> dict[str, Tensor]:
+    module = Sized(OmegaConf.create({"width": 3}))
+    run = lit.trainer("zero3", max_epochs=1)
+    run.fit(module, lit.loader())
+    run.save_checkpoint(path)
+    return lit.whole(module)
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_load_from_checkpoint_takes_the_directory(
+    weights_only: bool | None, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    (wanted,) = ranks(1).run(fit_sized, path)
+    module = Sized.load_from_checkpoint(path, weights_only=weights_only)
+    assert module.cfg.width == 3
+    found = lit.whole(module)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_load_from_checkpoint_says_why_another_directory_is_none(tmp_path: Path) -> None:
+    said = refusal(lit.Lit.load_from_checkpoint, str(tmp_path))
+    assert "must be a checkpoint directory with manifest.json" in said
+
+
+def save_far() -> str:
+    run = lit.trainer("zero3", max_epochs=1)
+    run.fit(lit.Lit(), lit.loader())
+    return refusal(run.save_checkpoint, "s3://bucket/x.ckpt")
+
+
+def test_a_remote_store_is_refused_and_not_taken_for_a_folder() -> None:
+    (said,) = ranks(1).run(save_far)
+    assert said.startswith("s3://bucket/x.ckpt: must be a path of a file system")

@@ -207,28 +207,6 @@ def test_weights_alone_load_for_evaluation_and_say_what_they_lack_for_training(
 # Optimizers that differ from one run to the next.
 
 
-class Unscheduled(lit.Lit):
-    def configure_optimizers(self) -> Any:
-        return super().configure_optimizers()["optimizer"]
-
-
-def fit_unscheduled(strategy: str, *, scheduled: bool, **options: Any) -> Run:
-    return fit(strategy, module=(lit.Lit if scheduled else Unscheduled)(), **options)
-
-
-@pytest.mark.parametrize("scheduled_first", [True, False])
-def test_a_scheduler_may_come_or_go_between_runs(scheduled_first: bool, tmp_path: Path) -> None:
-    # A scheduler, and LearningRateFinder, put `initial_lr` into the groups.
-    expected: list[Run] = []
-    for strategy in ("auto", "zero3"):
-        path = str(tmp_path / f"{strategy}.ckpt")
-        run = ranks(2).run if strategy == "zero3" else lambda f, *a, **k: [f(*a, **k)]
-        run(fit_unscheduled, strategy, scheduled=scheduled_first, epochs=1, save=path)
-        resumed = run(fit_unscheduled, strategy, scheduled=not scheduled_first, resume=path)[0]
-        expected.append(resumed)
-    assert_same(expected[1], expected[0])
-
-
 class Grown(lit.Lit):
     """A rate that falls tenfold an epoch, over parameters of which some may be new."""
 

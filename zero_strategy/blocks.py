@@ -96,8 +96,9 @@ def _instances(module: nn.Module, blocks: Sequence[type[nn.Module]]) -> dict[str
 def _declared(module: nn.Module) -> dict[str, nn.Module]:
     """Blocks named by Hugging Face's `_no_split_modules`."""
     names: set[str] = set()
-    for sub in module.modules():
-        names.update(vars(type(sub)).get("_no_split_modules") or ())
+    for kind in {base for sub in module.modules() for base in type(sub).__mro__}:
+        # Models of one family inherit it.
+        names.update(vars(kind).get("_no_split_modules") or ())
     return {
         n: m
         for n, m in module.named_modules()

@@ -108,7 +108,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig:
-    """How checkpoints are written."""
+    """How checkpoints are written, and what may be read."""
 
     background: bool = False
     """Write while training goes on. A save then takes as long as copying what changes from the
@@ -117,12 +117,17 @@ class SaveConfig:
     """Host memory for these copies, on each rank. Where they need more, training waits until so
     much was written. Offloaded state is written from where it lies; what of it is stepped before
     it was written is copied within as much again."""
+    casts: bool = False
+    """Let a checkpoint of another precision load: its floating-point tensors, weights and moments,
+    are converted, and a warning says how many. Otherwise it is refused."""
 
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""
         found = []
         if type(self.background) is not bool:
             found.append(refusal("zero.saving.background", self.background, [True, False]))
+        if type(self.casts) is not bool:
+            found.append(refusal("zero.saving.casts", self.casts, [True, False]))
         size = self.staging_gib
         if not (_is_number(size) and 0 < size < math.inf):
             found.append(refusal("zero.saving.staging_gib", size, ["above 0"], "Use 8."))
@@ -219,7 +224,7 @@ class ZeroConfig:
     guards: GuardConfig = field(default_factory=GuardConfig)
     """What is watched while training."""
     saving: SaveConfig = field(default_factory=SaveConfig)
-    """How checkpoints are written."""
+    """How checkpoints are written, and what may be read."""
 
     def problems(self) -> list[str]:
         """Every rule this configuration breaks, one line each."""

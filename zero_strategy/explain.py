@@ -1,4 +1,4 @@
-"""What torch's errors about sharded tensors mean, and what to do.
+"""What torch's errors about sharded tensors and lost ranks mean, and what to do.
 
 A step may fail deep inside torch, in the forward, in the backward or in a callback's hook, with
 words about DTensors and storages. The strategy cannot foresee these, but it can say what they
@@ -33,7 +33,15 @@ _NOT_IN_THE_GRAPH = (
     "where it is a shard that the graph does not know. Differentiate by inputs or activations."
 )
 
+_RANK_LEFT = (
+    "zero_strategy: another rank left the run, so that this one waits for nobody. What ended it is "
+    "in that rank's own output: an exception, a kill for want of memory, or an exit that the other "
+    "ranks did not take. Ranks must leave together."
+)
+
 _NOTES = {
+    # Of gloo and of NCCL's watch.
+    r"[Cc]onnection closed by peer|[Cc]onnection reset by peer|remote process exited": _RANK_LEFT,
     # A loss that became a DTensor meets plain tensors, or a reduction over the ranks.
     r"mixed torch\.Tensor and DTensor|Operator c10d\..* sharding strategy": _USED_WHILE_SHARDED,
     r"data is not allocated yet|not supported for tensor subclasses": _READ_AS_WHOLE,
@@ -43,7 +51,7 @@ _NOTES = {
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to an exception of torch about sharded tensors; leaves any other alone."""
+    """Add a note to an exception of torch that needs one; leaves any other alone."""
     text = str(error)
     for pattern, note in _NOTES.items():
         if re.search(pattern, text):

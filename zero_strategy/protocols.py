@@ -1,8 +1,10 @@
 """What the parts tell one another, by structure alone: nothing here is ever inherited."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero_strategy.offload.figures import OffloadFigures
 from zero_strategy.planning.estimate import MemoryPlan
@@ -57,6 +59,31 @@ class HoldsMasters(Protocol):
         ...
 
 
+class LoadsExactly(Protocol):
+    """Takes weights that are loaded, where they are kept more exactly than the module holds."""
+
+    def load(self, parameter: DTensor, values: DTensor) -> Tensor:
+        """Take values that are cut like a parameter; returns what the parameter is to hold."""
+        ...
+
+
+class FillsShards(Protocol):
+    """Knows the values of a module that was built on the meta device."""
+
+    def fills(self, module: nn.Module, name: str) -> bool:
+        """Whether it gives the values of the parameter or buffer that a module has by a name."""
+        ...
+
+    def fill(self, write: Callable[[Tensor, Tensor], None]) -> None:
+        """Give them, after sharding; every rank is asked.
+
+        Args:
+            write: called with a parameter or buffer and this rank's elements of it, of any float
+                dtype and on any device.
+        """
+        ...
+
+
 @runtime_checkable
 class TellsSteps(Protocol):
     """A strategy that may not take an optimizer step, or undo it."""
@@ -83,6 +110,23 @@ class KeepsPosition(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
+        ...
+
+
+@runtime_checkable
+class AddsUp(Protocol):
+    """A metric that adds up over batches, as torchmetrics' do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take a batch."""
+        ...
+
+    def compute(self) -> Any:
+        """The value over all batches since the last reset."""
+        ...
+
+    def reset(self) -> None:
+        """Begin anew."""
         ...
 
 

@@ -122,8 +122,12 @@ class Resuming:
         if point.in_epoch:
             seams.leave_epoch_open(checkpoint["loops"])
         own = {"random": point.random.plain(), "loaders": point.loaders}
-        ranks = _gathered(own, self._group)
-        return {**checkpoint, KEY: {"in_epoch": point.in_epoch, "ranks": ranks}}
+        kept = {
+            "in_epoch": point.in_epoch,
+            "ranks": _gathered(own, self._group),
+            "metrics": seams.epoch_metrics(self._trainer) if point.in_epoch else [],
+        }
+        return {**checkpoint, KEY: kept}
 
     def _point(self) -> ResumePoint:
         """Where a run would go on that resumes from what is saved now."""
@@ -212,11 +216,21 @@ class Resuming:
         if stored["in_epoch"]:
             self._of_training = state
             seams.schedule_accumulation(self._trainer)
+            self._warn_of_metrics(stored["metrics"])
         else:
             state.restore(self._device)
             if seams.batches_trained(self._trainer).at_end:
                 seams.start_next_epoch(self._trainer)
         self._read_on([rank["loaders"] for rank in stored["ranks"]], in_epoch=stored["in_epoch"])
+
+    def _warn_of_metrics(self, names: Sequence[str]) -> None:
+        if names:
+            self._warn(
+                f"{', '.join(names)}: over the epoch that goes on, only the batches from here on "
+                "count, so that what looks at them at its end (early stopping, ModelCheckpoint, a "
+                "plateau scheduler) may decide otherwise. Let these look at a metric of "
+                "validation, or save at the end of an epoch."
+            )
 
     def _restored(self, ranks: Sequence[dict[str, Any]]) -> RandomState:
         kind, stored = self._device.type, ranks[self._rank % len(ranks)]
@@ -238,6 +252,7 @@ class Resuming:
         if self._of_training is not None:
             self._of_training.restore(self._device)
             self._of_training = None
+            seams.end_restart(self._trainer)
         trained = seams.batches_trained(self._trainer)
         if self._before_step is None or not self._accumulated(trained):
             self._before_step = self._here(trained, in_epoch=True)

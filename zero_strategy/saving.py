@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -11,14 +12,17 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from zero_strategy import seams
-from zero_strategy.checkpoint import state, storage, trainer_state
+from zero_strategy.checkpoint import matching, state, storage, trainer_state
 from zero_strategy.checkpoint.background import BackgroundSaver
+from zero_strategy.checkpoint.casts import Casts
 from zero_strategy.checkpoint.late import LateDict
+from zero_strategy.checkpoint.plain import changed
 from zero_strategy.config import ZeroConfig
 from zero_strategy.control import join_after_exception
 from zero_strategy.events import RunEvents
@@ -41,6 +45,9 @@ class SavingStrategy(DDPStrategy):
         self._loaded: Path | None = None
         self._resumable: Path | None = None
         """The last checkpoint of this run that it can go on from."""
+        self._casts = Casts(allowed=self.config.saving.casts)
+        self._stepped_by: dict[str, Any] = {}
+        """What `configure_optimizers` returned. A search for a learning rate puts in its own."""
         self._poison: PoisonCheck | None = None
         self._resuming: Resuming | None = None
         """Of a fit: where it goes on, and where one would that resumes from a save of it."""
@@ -90,6 +97,12 @@ class SavingStrategy(DDPStrategy):
         """Replace weights that lie in host memory, and the module's rounded ones."""
         if self.sharded.offloading:
             self.sharded.offloading.write_masters(masters)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self._stepped_by = matching.described(self._plain_optimizers, schedulers)
 
     # Checkpoints.
 
@@ -142,6 +155,11 @@ class SavingStrategy(DDPStrategy):
             raise ValueError(
                 "storage_options: must be left out, the strategy writes a directory. Remove it."
             )
+        if "://" in str(filepath):
+            raise ValueError(
+                f"{filepath}: must be a path of a file system, the strategy writes to no remote "
+                "store. Save to a folder, and copy what lies there."
+            )
         began_s = time.perf_counter()
         path = Path(self.broadcast(str(filepath)))
         self.events.refuse_spoilt()
@@ -149,8 +167,12 @@ class SavingStrategy(DDPStrategy):
             self._poison.refuse(checkpoint)
         if self._resuming and "optimizer_states" in checkpoint:
             checkpoint = self._resuming.described(checkpoint)
+            checkpoint[matching.KEY] = self._stepped_by
+        self._tell_changed(checkpoint.get("hyper_parameters", {}))
         save = trainer_state.to_save(path, checkpoint)
-        if self._saver and sys.exc_info()[0] is None:
+        # After the run there is no step that would raise what a save in the background failed with.
+        runs = self._module.trainer.state.status == TrainerStatus.RUNNING
+        if self._saver and runs and sys.exc_info()[0] is None:
             self._saver.start(save, self._hold())
         else:
             self.wait_for_save()
@@ -159,6 +181,16 @@ class SavingStrategy(DDPStrategy):
         self._newest = path
         if "optimizer_states" in checkpoint:
             self._resumable = path
+
+    def _tell_changed(self, hyper_parameters: Any) -> None:
+        names = list(changed(hyper_parameters, "hyper_parameters"))
+        if names and self.is_global_zero:
+            warnings.warn(
+                f"{', '.join(names)}: stored as plain data (a path as text, a member of an enum as "
+                "its value, a dataclass as a dictionary, an array as a tensor), and come back as "
+                "that. Leave them out by save_hyperparameters(ignore=[...]) where that matters.",
+                stacklevel=2,
+            )
 
     def _hold(self) -> Callable[[], None]:
         """Let offloaded state be read while the run goes on; returns what ends it."""
@@ -207,20 +239,51 @@ class SavingStrategy(DDPStrategy):
             storage.recover(path)
         self.barrier()
         self._loaded = path
-        return trainer_state.read(path, weights_only=weights_only)
+        return trainer_state.read(path, weights_only=weights_only, casts=self._casts)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._fitting and "optimizer_states" in checkpoint:
+            self._check_stepped_alike(checkpoint)
         self.sharded.reshard()
         offloading = self.sharded.offloading
         with offloading.writing() if offloading else nullcontext({}) as masters:
-            trainer_state.load_module(checkpoint, self._module, strict=strict, masters=masters)
+            trainer_state.load_module(
+                checkpoint, self._module, strict=strict, masters=masters, casts=self._casts
+            )
+        if not self._fitting:
+            self._tell_casts()
+
+    @property
+    def _fitting(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    def _check_stepped_alike(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._loaded is not None, "read before its weights are taken"
+        settings = matching.check(
+            checkpoint, self._stepped_by, self._plain_optimizers, self._names(), self._loaded
+        )
+        if settings and self.is_global_zero:
+            lines = "\n".join(settings)
+            warnings.warn(
+                f"{lines}\nThe checkpoint's values count. Set others after the resume, such as in "
+                "on_train_start.",
+                stacklevel=2,
+            )
+
+    def _tell_casts(self) -> None:
+        told = self._casts.told()
+        if told and self.is_global_zero:
+            warnings.warn(told, stacklevel=2)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         optimizers, offloading = self._plain_optimizers, self.sharded.offloading
         late = offloading.fresh_moments() if offloading else {}
-        trainer_state.load_optimizers(checkpoint, optimizers, self._module, self._names(), late)
+        trainer_state.load_optimizers(
+            checkpoint, optimizers, self._module, self._names(), late, self._casts
+        )
+        self._tell_casts()
         if offloading:
             offloading.take_steps(optimizers)
         if self._resuming:

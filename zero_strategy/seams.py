@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_strategy.guards.uneven import EvenLoader
-from zero_strategy.protocols import SchedulesAccumulation
+from zero_strategy.protocols import AddsUp, SchedulesAccumulation
 
 
 def evaluation_loops(trainer: Any) -> list[Any]:
@@ -272,6 +272,22 @@ def schedule_accumulation(trainer: Any) -> None:
         if isinstance(callback, SchedulesAccumulation):
             steps = callback.get_accumulate_grad_batches(trainer.current_epoch)
             trainer.accumulate_grad_batches = steps
+
+
+def end_restart(trainer: Any) -> None:
+    """Let the epoch that goes on end like any other.
+
+    Lightning counts all of it as restarting, and takes no step of `ReduceLROnPlateau` at its end.
+    """
+    trainer.fit_loop._restarting = False
+
+
+def epoch_metrics(trainer: Any) -> list[str]:
+    """Names of what adds up over the training epoch that runs: logged values, metric modules."""
+    results = trainer.fit_loop.epoch_loop._results.values()
+    logged = {result.meta.name for result in results if result.meta.on_epoch}
+    modules = trainer.lightning_module.named_modules()
+    return sorted(logged) + [name for name, module in modules if isinstance(module, AddsUp)]
 
 
 def start_next_epoch(trainer: Any) -> None:

@@ -2,7 +2,7 @@
 
 Unit by unit, in the order of registration: build on the device if it lies on meta, take rank 0's
 values, shard, free. A rank therefore never holds more than its shards, one whole unit and the
-root's own parameters.
+root's own parameters. What was built without values (`deferred`) is cut empty and filled last.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_strategy.blocks import Units, num_parameters
 from zero_strategy.config import ZeroStage
+from zero_strategy.deferred import deferred_in, fill
 from zero_strategy.gradient import local
 from zero_strategy.offloading import Offloading
 from zero_strategy.planning.estimate import MemoryPlan
@@ -206,6 +207,7 @@ def shard_module(
     if offloading:
         # After the clock, whose marks must not span the wait for offloaded weights.
         offloading.start(root, units.modules)
+    fill(module, offloading.writes if offloading else None, mesh)
     return Sharded(
         stalls=stalls,
         offloading=offloading,
@@ -243,11 +245,16 @@ class _Builder:
         self._device = device
         self._names = {id(sub): name for name, sub in module.named_modules()}
         self._ties = _ties(module)
+        deferred = deferred_in(module)
+        self._values = list(deferred.values())
+        self._in_deferred = {id(sub) for model in deferred for sub in model.modules()}
 
     def materialize(self, sub: nn.Module) -> None:
         """Build the tensors a module owns itself, if they lie on meta."""
-        tensors = [*sub.parameters(recurse=False), *sub.buffers(recurse=False)]
-        if any(t.is_meta for t in tensors):
+        on_meta = [name for name, t in _own_tensors(sub).items() if t.is_meta]
+        if on_meta and id(sub) in self._in_deferred:
+            self._lay_out(sub, on_meta)
+        elif on_meta:
             self._build(sub)
         for name, value in vars(sub).items():
             if _lies_on_meta(value):
@@ -257,6 +264,25 @@ class _Builder:
                     f"built. Use self.register_buffer({name!r}, ..., persistent=False) and fill it "
                     "in reset_parameters()."
                 )
+
+    def _awaits(self, sub: nn.Module, name: str) -> bool:
+        """Whether a tensor of a module gets its values after sharding."""
+        return any(values.fills(sub, name) for values in self._values)
+
+    def _lay_out(self, sub: nn.Module, names: list[str]) -> None:
+        """Take memory for tensors of a module that get their values later."""
+        for name in names:
+            if not self._awaits(sub, name):
+                raise ValueError(
+                    f"{self._names[id(sub)]}.{name} lies on the meta device and is not in the "
+                    "files that its model is loaded from: must have values. Add adapters by "
+                    "zero_strategy.hf.add_adapter, and build other layers on the CPU."
+                )
+            tensor = getattr(sub, name)
+            empty = torch.empty_like(tensor, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            setattr(sub, name, empty)
 
     def _build(self, sub: nn.Module) -> None:
         reset = getattr(sub, "reset_parameters", None)
@@ -279,7 +305,13 @@ class _Builder:
             if tensor.device != self._device:
                 tensor.data = tensor.data.to(self._device)
         if self._mesh.size() > 1:
-            _broadcast(fresh, self._mesh)
+            awaiting = {
+                id(t)
+                for sub in module.modules()
+                for name, t in _own_tensors(sub).items()
+                if self._awaits(sub, name)
+            }
+            _broadcast([t for t in fresh if id(t) not in awaiting], self._mesh)
 
     def _tie(self, module: nn.Module) -> None:
         inside = set(map(id, module.modules()))
@@ -287,6 +319,11 @@ class _Builder:
             for other, other_name in others:
                 if id(owner) in inside and id(other) in inside:
                     setattr(other, other_name, getattr(owner, name))
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a module holds itself, by their names in it."""
+    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 def _lies_on_meta(value: object) -> bool:

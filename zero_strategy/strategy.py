@@ -40,6 +40,7 @@ from zero_strategy.config import (
     unknown_options,
 )
 from zero_strategy.control import control_group
+from zero_strategy.deferred import deferring
 from zero_strategy.evaluation import Turns
 from zero_strategy.explain import explain
 from zero_strategy.guards.progress import PROGRESS
@@ -75,7 +76,7 @@ class ZeroStrategy(WatchedStrategy):
         offload: where optimizer state lies: "auto" or "host" or an `OffloadConfig`; None keeps it
             on the device.
         guards: what is watched while training, such as a norm that is not finite.
-        saving: how checkpoints are written, such as in the background.
+        saving: how checkpoints are written, such as in the background, and what may be read.
         timeout: how long a collective may wait for other ranks.
         process_group_backend: "nccl" or "gloo"; None chooses by device.
     Raises: ValueError: lists every unknown or wrong option.
@@ -203,7 +204,7 @@ class ZeroStrategy(WatchedStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         device = "meta" if empty_init or self.config.init == "meta" else "cpu"
-        with torch.device(device), self.precision_plugin.tensor_init_context():
+        with torch.device(device), self.precision_plugin.tensor_init_context(), deferring():
             yield
 
     @override

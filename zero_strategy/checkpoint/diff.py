@@ -10,6 +10,7 @@ import torch
 
 from zero_strategy.checkpoint import codec, storage
 from zero_strategy.checkpoint.manifest import Manifest, TensorEntry
+from zero_strategy.checkpoint.verify import verify
 
 
 def diff(one: str | Path, other: str | Path) -> Iterator[str]:
@@ -22,14 +23,16 @@ def diff(one: str | Path, other: str | Path) -> Iterator[str]:
     Raises:
         ValueError: one is no checkpoint, or damaged.
 
-    Cost: no collective; memory of the largest tensor, twice. Tensors whose shards have the same
-        checksums are not read.
+    Cost: no collective; reads every byte once, and tensors whose shards have other checksums once
+        more; memory of the largest tensor, twice.
 
     Example:
         >>> list(diff("step-100.ckpt", "step-100-resumed.ckpt"))
         []
     """
     paths = Path(one), Path(other)
+    for path in paths:
+        _refuse_damaged(path)
     metas = tuple(storage.load_meta(path) for path in paths)
     there = storage.contents(paths[0]), storage.contents(paths[1])
     names = [set(_tensors(manifest)) for manifest in there]
@@ -39,6 +42,17 @@ def diff(one: str | Path, other: str | Path) -> Iterator[str]:
     for name in sorted(names[0] & names[1]):
         yield from _of_tensor(name, paths, there)
     yield from _of_meta("meta", *metas)
+
+
+def _refuse_damaged(path: Path) -> None:
+    """Checksums stand for bytes only where the bytes are still those that were written."""
+    problems = verify(path, deep=True).problems
+    if problems:
+        more = f" and {len(problems) - 1} more" if problems[1:] else ""
+        raise ValueError(
+            f"{path}: {problems[0]}{more}; must be as it was written. `zs checkpoint verify "
+            "--deep` lists what is damaged; choose another checkpoint."
+        )
 
 
 def _tensors(manifest: Manifest) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,41 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
     return {n.removeprefix(prefix): t for n, t in tensors.items()}
 
 
-def _lightning_checkpoint(path: Path) -> dict[str, Any]:
+def module_checkpoint(path: str | PathLike[str], map_location: Any = None) -> dict[str, Any]:
+    """Return what `LightningModule.load_from_checkpoint` needs of a checkpoint directory.
+
+    Args:
+        path: the directory.
+        map_location: as `torch.load` takes it; a name or a device moves the weights there, all else
+            leaves them on the CPU, where they were stored from.
+
+    Raises: ValueError: no complete checkpoint, or a damaged one.
+    Cost: no collective; host memory of the whole weights. Optimizer state is not read.
+    """
+    checkpoint = _lightning_checkpoint(Path(path), weights_alone=True)
+    if isinstance(map_location, str | torch.device):
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {
+            name: value.to(map_location) if isinstance(value, Tensor) else value
+            for name, value in weights.items()
+        }
+    return checkpoint
+
+
+def _lightning_checkpoint(path: Path, *, weights_alone: bool = False) -> dict[str, Any]:
     checkpoint = storage.load_meta(path)
     checkpoint.pop("model_extra_state")
     for keys in checkpoint.pop("omegaconf_at"):
         _rebuild_container(checkpoint, keys)
     optimizers = checkpoint.pop("optimizers", None)
+    checkpoint["state_dict"] = load_state_dict(path)
+    if weights_alone:
+        del checkpoint["sharded_state"]
+        return checkpoint
     checkpoint["sharded_state"] = {
         key: _without_prefix(read_all(path, f"extra.{key}."), f"extra.{key}.")
         for key in checkpoint["sharded_state"]
     }
-    checkpoint["state_dict"] = load_state_dict(path)
     if optimizers is not None:
         checkpoint["optimizer_states"] = [
             _integer_keyed(meta, read_all(path, f"optim.{i}."), f"optim.{i}.")

@@ -138,7 +138,9 @@ class Manifest:
         """Yield each file that is not there in its size."""
         for name, size in self.files.items():
             file = folder / name
-            if file.is_symlink() or not file.is_file():
+            if file.is_symlink():
+                yield f"{name} is a link, must be the file itself: copy it here"
+            elif not file.is_file():
                 yield f"{name} is missing"
             elif file.stat().st_size != size:
                 yield f"{name} has {file.stat().st_size} bytes, must have {size}"

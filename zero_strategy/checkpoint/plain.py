@@ -6,7 +6,7 @@ callbacks, hyper-parameters. It is stored as JSON (`codec.py`).
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -69,6 +69,22 @@ def plain(value: Any, path: str = "checkpoint") -> Any:
         items = [plain(v, f"{path}[{i}]") for i, v in enumerate(value)]
         return {list: list, tuple: tuple}.get(type(value), _like(value))(items)
     return _scalar(value, path)
+
+
+def changed(value: Any, path: str) -> Iterator[str]:
+    """Yield what of a value comes back as another type, with its path."""
+    if isinstance(value, Container):
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from changed(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, item in enumerate(value):
+            yield from changed(item, f"{path}[{index}]")
+    elif isinstance(value, Enum | PurePath | np.ndarray | torch.device) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        yield f"{path} ({type(value).__name__})"
 
 
 def _like(value: Any) -> Any:

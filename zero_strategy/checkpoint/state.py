@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import storage
-from zero_strategy.checkpoint.late import Late, entries
+from zero_strategy.checkpoint.casts import Casts, Pair
+from zero_strategy.checkpoint.late import Late, entries, stand_in
 from zero_strategy.gradient import local
 
 _EXTRA_STATE = "_extra_state"
@@ -62,22 +63,36 @@ def _nearest(name: str, candidates: list[str]) -> str:
     return f" (nearest there: {near[0]})" if near else ""
 
 
-def load_model(path: Path, module: nn.Module, *, strict: bool, masters: Mapping[str, Late]) -> None:
+def load_model(
+    path: Path, module: nn.Module, *, strict: bool, masters: Mapping[str, Late], casts: Casts
+) -> None:
     """Fill a sharded module, or the masters of its weights, from a directory. Collective."""
     here = {**model_state(module)[0], **masters}
     there = {n.removeprefix("model.") for n in storage.stored(path) if n.startswith("model.")}
     names = check_names(there, here, strict=strict)
-    storage.load(path, {f"model.{n}": here[n] for n in sorted(names)})
+    storage.load(path, {f"model.{n}": here[n] for n in sorted(names)}, casts)
 
 
 def load_model_from_full(
-    full: Mapping[str, Any], module: nn.Module, *, strict: bool, masters: Mapping[str, Late]
+    full: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    strict: bool,
+    masters: Mapping[str, Late],
+    casts: Casts,
 ) -> None:
     """Fill the same from whole tensors that every rank can read. No collective."""
     here = {**model_state(module)[0], **masters}
     tensors = {n: v for n, v in full.items() if not is_extra_state(n)}
-    for name in sorted(check_names(tensors, here, strict=strict)):
+    names = sorted(check_names(tensors, here, strict=strict))
+    casts.check(_pair(f"model.{n}", tensors[n], here[n]) for n in names)
+    for name in names:
         copy_whole(here[name], tensors[name], f"model.{name}")
+
+
+def _pair(name: str, whole: Tensor, target: Tensor | Late) -> Pair:
+    here = stand_in(target)
+    return Pair(name, tuple(whole.shape), whole.dtype, tuple(here.shape), here.dtype)
 
 
 def copy_whole(target: Tensor | Late, whole: Tensor, name: str) -> None:
@@ -149,6 +164,7 @@ def load_optimizer(
     optimizer: Optimizer,
     names: Mapping[int, str],
     late: LateSlots,
+    casts: Casts,
 ) -> None:
     """Fill an optimizer from a checkpoint directory. Collective.
 
@@ -159,25 +175,33 @@ def load_optimizer(
     prefix = f"optim.{index}."
     state: dict[str, dict[str, Any]] = {n: dict(s) for n, s in meta["scalars"].items()}
     wanted: dict[str, Tensor | Late] = {}
-    for key, entry in storage.stored(path).items():
+    there = storage.stored(path)
+    for key, entry in there.items():
         if not key.startswith(prefix):
             continue
         name, slot = key.removeprefix(prefix).rsplit(".", 1)
         taker = late.get(name, {}).get(slot)
         if taker is None:
-            taker = _slot_like(by_name[name], tuple(entry.size), entry.properties.dtype)
+            weight = there.get(f"model.{name}")
+            weight_dtype = None if weight is None else weight.properties.dtype
+            # What is offloaded shows its rounded weights alone.
+            here = entry.properties.dtype if name in late else by_name[name].dtype
+            dtype = _slot_dtype(entry.properties.dtype, weight_dtype, here)
+            taker = _slot_like(by_name[name], tuple(entry.size), dtype)
             state[name][slot] = taker
         wanted[key] = taker
-    storage.load(path, wanted)
+    storage.load(path, wanted, casts)
     _set_state(optimizer, state, meta["param_groups"], names)
 
 
 def load_optimizer_from_full(
     index: int,
     full: Mapping[str, Any],
+    weights: Mapping[str, Any],
     optimizer: Optimizer,
     names: Mapping[int, str],
     late: LateSlots,
+    casts: Casts,
 ) -> None:
     """Fill an optimizer from a plain state dict with whole tensors. No collective.
 
@@ -193,19 +217,27 @@ def load_optimizer_from_full(
             "optimizer does not step. Build it over the same parameters in the same groups."
         )
     state: dict[str, dict[str, Any]] = {}
+    wholes: list[tuple[str, Tensor, Tensor | Late]] = []
     for key, slots in full["state"].items():
         name = rename[key]
         state[name] = {}
         for slot, value in slots.items():
             path = f"optim.{index}.{name}.{slot}"
             if (taker := late.get(name, {}).get(slot)) is not None:
-                copy_whole(taker, value, path)
+                wholes.append((path, value, taker))
                 continue
             if isinstance(value, Tensor) and value.ndim > 0:
-                target = _slot_like(by_name[name], tuple(value.shape), value.dtype)
-                copy_whole(target, value, path)
+                weight = weights.get(name)
+                weight_dtype = None if weight is None else weight.dtype
+                here = value.dtype if name in late else by_name[name].dtype
+                dtype = _slot_dtype(value.dtype, weight_dtype, here)
+                target = _slot_like(by_name[name], tuple(value.shape), dtype)
+                wholes.append((path, value, target))
                 value = target
             state[name][slot] = value
+    casts.check(_pair(path, whole, target) for path, whole, target in wholes)
+    for path, whole, target in wholes:
+        copy_whole(target, whole, path)
     groups = [
         {**group, "params": [rename[p] for p in group["params"]]} for group in full["param_groups"]
     ]
@@ -223,6 +255,18 @@ def _check_same_parameters(index: int, there: Iterable[str], here: Mapping[str, 
             f"optim.{index}: the checkpoint holds state for {lost[:5]} that the optimizer does not "
             "step. Build it over the same parameters, or load the weights only."
         )
+
+
+def _slot_dtype(stored: torch.dtype, weight: torch.dtype | None, here: torch.dtype) -> torch.dtype:
+    """Return what a slot is to be here: one that had its weight's dtype has this weight's.
+
+    Args:
+        stored: of the slot.
+        weight: of the stored weight, where there is one.
+        here: of the parameter.
+    """
+    follows = stored == weight and stored.is_floating_point
+    return here if follows else stored
 
 
 def _slot_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_strategy.checkpoint import codec, files, manifest, room
+from zero_strategy.checkpoint.casts import Casts, Pair
 from zero_strategy.checkpoint.late import Late, LateLoadPlanner, LateSavePlanner, stand_in
 from zero_strategy.checkpoint.shards import ShardReader, ShardWriter, read_tensor, stored_tensors
 
@@ -283,30 +284,23 @@ def read(path: Path, there: manifest.Manifest, name: str) -> Tensor:
         return read_tensor(path, there, name)
 
 
-def load(path: Path, tensors: Mapping[str, Tensor | Late]) -> None:
+def load(path: Path, tensors: Mapping[str, Tensor | Late], casts: Casts) -> None:
     """Fill tensors in place from a checkpoint directory, whatever ranks wrote it.
 
     Args:
         path: the directory.
         tensors: canonical name -> destination, late or not.
-    Raises: ValueError: a name is missing, its shape or dtype differs, or a file is damaged.
+        casts: decides where a dtype differs.
+    Raises: ValueError: a name is missing, its shape or dtype does not fit, or a file is damaged.
     Cost: collective; each rank reads what its shards need.
     """
     whole = contents(path)
     there = stored_tensors(whole)
     stand_ins = {name: stand_in(tensor) for name, tensor in tensors.items()}
     problems = [f"{n}: not in {path}" for n in tensors if n not in there]
-    for name, tensor in stand_ins.items():
-        entry = there.get(name)
-        if entry is None:
-            continue
-        if tuple(entry.size) != tuple(tensor.shape) or entry.properties.dtype != tensor.dtype:
-            problems.append(
-                f"{name}: stored as {tuple(entry.size)} {entry.properties.dtype}, must be "
-                f"{tuple(tensor.shape)} {tensor.dtype}"
-            )
     if problems:
         raise ValueError("\n".join(problems))
+    casts.check(_pair(n, there[n], tensor) for n, tensor in stand_ins.items())
     if not tensors:
         return
     try:
@@ -319,6 +313,10 @@ def load(path: Path, tensors: Mapping[str, Tensor | Late]) -> None:
         # Its own text lists a traceback per rank.
         cause, _ = next(iter(error.failures.values()))
         raise ValueError(_damage(path, cause)) from error
+
+
+def _pair(name: str, there: TensorStorageMetadata, here: Tensor) -> Pair:
+    return Pair(name, tuple(there.size), there.properties.dtype, tuple(here.shape), here.dtype)
 
 
 def remove(path: Path, *, newest: Path | None = None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import state, storage
+from zero_strategy.checkpoint.casts import Casts
 from zero_strategy.checkpoint.late import Late, entries
 from zero_strategy.checkpoint.plain import OMEGACONF_CLASSES, container_paths, plain
 
@@ -28,11 +29,13 @@ class Stored(Mapping[str, Tensor]):
     Args:
         path: the checkpoint directory.
         prefix: first part of their canonical names, which the keys leave out.
+        casts: decides where a destination has another dtype.
     """
 
-    def __init__(self, path: Path, prefix: str) -> None:
+    def __init__(self, path: Path, prefix: str, casts: Casts) -> None:
         self.path = path
         self.prefix = prefix
+        self._casts = casts
         self._there = storage.contents(path)
         names = self._there.tensors
         self._names = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
@@ -48,7 +51,7 @@ class Stored(Mapping[str, Tensor]):
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into existing tensors, sharded or not. Collective."""
-        storage.load(self.path, {self.prefix + n: t for n, t in tensors.items()})
+        storage.load(self.path, {self.prefix + n: t for n, t in tensors.items()}, self._casts)
 
 
 def to_save(path: Path, checkpoint: Mapping[str, Any]) -> storage.Save:
@@ -79,24 +82,25 @@ def to_save(path: Path, checkpoint: Mapping[str, Any]) -> storage.Save:
     return storage.Save(path, tensors, plain(meta))
 
 
-def read(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def read(path: Path, *, weights_only: bool | None, casts: Casts) -> dict[str, Any]:
     """Read a checkpoint directory of ours, or a Lightning file, as the dictionary it was.
 
     Args:
         path: directory or file.
         weights_only: for files, as in `torch.load`; a directory never runs code from its
             metadata.
+        casts: decides where a destination of the tensors has another dtype.
     Raises: ValueError: there is nothing, or neither of the two; or it is damaged.
     """
     storage.check_exists(path)
     if path.is_file():
         return _read_file(path, weights_only)
     checkpoint = storage.load_meta(path)
-    checkpoint["state_dict"] = Stored(path, "model.")
+    checkpoint["state_dict"] = Stored(path, "model.", casts)
     if "optimizers" in checkpoint:
         checkpoint["optimizer_states"] = checkpoint.pop("optimizers")
     checkpoint["sharded_state"] = {
-        key: Stored(path, f"extra.{key}.") for key in checkpoint["sharded_state"]
+        key: Stored(path, f"extra.{key}.", casts) for key in checkpoint["sharded_state"]
     }
     return checkpoint
 
@@ -121,6 +125,7 @@ def load_module(
     *,
     strict: bool,
     masters: Mapping[str, Late],
+    casts: Casts,
 ) -> None:
     """Fill a sharded module. Collective.
 
@@ -129,13 +134,14 @@ def load_module(
         module: the sharded module.
         strict: whether its names must be those of the checkpoint.
         masters: by name, the weights to fill in place of the module's own.
+        casts: decides where a dtype differs.
     """
     weights = checkpoint["state_dict"]
     if isinstance(weights, Stored):
-        state.load_model(weights.path, module, strict=strict, masters=masters)
+        state.load_model(weights.path, module, strict=strict, masters=masters, casts=casts)
         extra = checkpoint["model_extra_state"]
     else:
-        state.load_model_from_full(weights, module, strict=strict, masters=masters)
+        state.load_model_from_full(weights, module, strict=strict, masters=masters, casts=casts)
         extra = {n: v for n, v in weights.items() if state.is_extra_state(n)}
     for name, value in extra.items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -147,29 +153,26 @@ def load_optimizers(
     module: nn.Module,
     names: Mapping[int, str],
     late: state.LateSlots,
+    casts: Casts,
 ) -> None:
     """Fill the optimizers of a sharded module. Collective.
 
     Args:
         checkpoint: what `read` gave.
-        optimizers: as `configure_optimizers` made them.
+        optimizers: as `configure_optimizers` made them, as many as are stored.
         module: the sharded module.
         names: id(parameter) -> qualified name.
         late: what takes slots in place of the optimizers.
-    Raises: ValueError: another number of optimizers, or other parameters.
+        casts: decides where a dtype differs.
+    Raises: ValueError: an optimizer steps other parameters than the stored one.
     """
     stored = checkpoint["optimizer_states"]
-    if len(stored) != len(optimizers):
-        raise ValueError(
-            f"the checkpoint holds {len(stored)} optimizers, must be {len(optimizers)} as "
-            "configure_optimizers returns. Return as many, or load the weights only."
-        )
     weights = checkpoint["state_dict"]
     parameters = {names[id(p)]: p for p in module.parameters()}
     for index, (optimizer, meta) in enumerate(zip(optimizers, stored, strict=True)):
         if all(isinstance(n, str) for g in meta["param_groups"] for n in g["params"]):
             state.add_missing_groups(optimizer, meta["param_groups"], parameters, names)
         if isinstance(weights, Stored):
-            state.load_optimizer(weights.path, index, meta, optimizer, names, late)
+            state.load_optimizer(weights.path, index, meta, optimizer, names, late, casts)
         else:
-            state.load_optimizer_from_full(index, meta, optimizer, names, late)
+            state.load_optimizer_from_full(index, meta, weights, optimizer, names, late, casts)

@@ -55,7 +55,7 @@ def verify(path: str | Path, *, deep: bool) -> Verdict:
     num_bytes = sum(entry.num_bytes for entry in manifest.tensors.values())
     if deep:
         for name in manifest.files:
-            if (folder / name).is_file():
+            if (folder / name).is_file() and not (folder / name).is_symlink():
                 problems += _file_problems(folder, manifest, name)
     return Verdict(
         num_tensors=len(manifest.tensors),

@@ -30,6 +30,7 @@ _WEIGHT_BYTES = 2
 # The GPU's pass reads and writes 28 bytes; the norm reads the gradient, clipping changes it.
 _GPU_STEP_BYTES, _GPU_NORM_BYTES, _GPU_CLIP_BYTES = 28, 4, 8
 _SIMULATED_STEPS, _SETTLED_STEP = 6, 2
+_MANY_CHUNKS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,9 +240,12 @@ def _steps(job: Job, compute_s: float, chosen: set[str]) -> _Steps:
     per_batch = compute_s / job.micro_batches
     total = max(1, sum(size.trained + size.frozen for size in job.units.values()))
     units = []
+    # Of a huge model several chunks go through the queues together: their number is the work here.
+    offloaded = sum(job.units[name].trained for name in chosen)
+    length = max(job.chunk_elements, offloaded // _MANY_CHUNKS)
     for name, size in job.units.items():
         part = per_batch * (size.trained + size.frozen) / total
-        chunks = _chunks(size.trained, job.chunk_elements) if name in chosen else ()
+        chunks = _chunks(size.trained, length) if name in chosen else ()
         units.append(_Unit(part * job.forward_share, part * (1 - job.forward_share), chunks))
     num_chunks = sum(len(unit.chunks) for unit in units)
     between_s = per_batch * (job.micro_batches - 1)
