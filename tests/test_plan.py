@@ -8,7 +8,15 @@ import pytest
 from zero_strategy.experiments.config import load_config
 from zero_strategy.experiments.plan_job import job_of
 from zero_strategy.offload.layout import Layout
-from zero_strategy.planning.job import NUM_WIRES, Activations, Job, host_layout, host_units, shares
+from zero_strategy.planning.job import (
+    NUM_WIRES,
+    Activations,
+    Job,
+    host_layout,
+    host_slot_length,
+    host_units,
+    shares,
+)
 from zero_strategy.planning.machines import H200
 from zero_strategy.planning.offload_plan import (
     choose_placement,
@@ -110,6 +118,7 @@ def test_host_bytes_are_those_of_the_engines_chunks(grad_dtype):
     num_chunks = len(of_engine.chunks)
     state, gradients, wires = host_parts(planned, 1.0)
     assert host_layout(planned, 1.0).length == of_engine.length
+    assert host_slot_length(planned, 1.0) == of_engine.slot_length
     assert state.num_bytes == 12 * of_engine.length
     slots = num_chunks + min(8, num_chunks // 5)
     assert gradients.num_bytes == itemsize * slots * of_engine.slot_length

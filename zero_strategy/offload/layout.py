@@ -99,12 +99,24 @@ class Layout:
         return range(sum(held <= budget_gib * 2**30 for held in sums))
 
 
+def longest_chunk(total: int, max_length: int) -> int:
+    """Return the elements of the longest chunk of a unit.
+
+    Args:
+        total: elements of the unit.
+        max_length: as in `Layout.of`.
+    """
+    if not total:
+        return 0
+    length = _rounded_up(math.ceil(total / math.ceil(total / max_length)), ALIGNMENT)
+    return min(length, total)
+
+
 def _cut(sizes: Sequence[tuple[str, int]], max_length: int) -> list[list[Piece]]:
     """Cut a unit into as few chunks as can be, all but the last of one size."""
-    total = sum(n for _, n in sizes)
-    if not total:
+    length = longest_chunk(sum(n for _, n in sizes), max_length)
+    if not length:
         return []
-    length = _rounded_up(math.ceil(total / math.ceil(total / max_length)), ALIGNMENT)
     chunks: list[list[Piece]] = [[]]
     room = length
     for name, n in sizes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero_strategy.config import GradDtype, Lanes, Moments, ZeroStage, grad_itemsize
-from zero_strategy.offload.layout import Layout
+from zero_strategy.offload.layout import Layout, longest_chunk
 from zero_strategy.planning.sizes import UnitSize
 
 NUM_WIRES = 8
@@ -135,6 +135,14 @@ def host_layout(job: Job, share: float) -> Layout:
     """Return the chunks of the state in host memory."""
     chosen = {name: {name: job.units[name].trained} for name in host_units(job.units, share)}
     return Layout.of(chosen, job.chunk_elements)
+
+
+def host_slot_length(job: Job, share: float) -> int:
+    """Return the elements of the longest chunk in host memory, without making the chunks."""
+    units = host_units(job.units, share)
+    return max(
+        (longest_chunk(job.units[name].trained, job.chunk_elements) for name in units), default=0
+    )
 
 
 def num_spare_slots(num_chunks: int) -> int:

@@ -14,6 +14,7 @@ from zero_strategy.planning.job import (
     STREAM_SLOTS,
     Job,
     host_layout,
+    host_slot_length,
     host_units,
     num_spare_slots,
 )
@@ -134,7 +135,7 @@ def _split_state(job: Job, share: float) -> list[Part]:
         ),
     ]
     if offloaded and job.lanes != "cpu":
-        slot = host_layout(job, share).slot_length
+        slot = host_slot_length(job, share)
         # The state, two gradients and the weights of a preview.
         each = job.state_bytes + 2 * job.grad_itemsize + _WEIGHT_BYTES
         reason = f"{each} B x {STREAM_SLOTS} chunks of {text.count(slot)}"
