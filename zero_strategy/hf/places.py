@@ -31,17 +31,19 @@ class Places:
 
     Args:
         model: as it was built, before anything was added to it.
+        derived: also those that the state dict leaves out, such as rotary frequencies.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, derived: bool = False) -> None:
         # `state_dict` tells buffers that are stored from those that are not.
         stored = model.state_dict(keep_vars=True).keys()
         found = (
             (f"{path}.{name}" if path else name, Place(module, name))
             for path, module in model.named_modules(remove_duplicate=False)
-            for name in (*module._parameters, *module._buffers)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
         )
-        self.by_name = {name: place for name, place in found if name in stored}
+        self.by_name = {name: place for name, place in found if derived or name in stored}
         self._known = {(id(module), name) for module, name in self.by_name.values()}
 
     def holds(self, module: nn.Module, name: str) -> bool:

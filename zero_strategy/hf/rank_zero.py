@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from zero_strategy.hf.places import Place
+from zero_strategy.hf.places import Places
 
 _OF_THE_MODEL = ("dtype", "attn_implementation", "experts_implementation")
 
@@ -62,12 +62,11 @@ class FromRankZero:
 
     def __init__(self, model: PreTrainedModel, load: Callable[[], PreTrainedModel]) -> None:
         self._load = load
-        self._places = _all_places(model)
-        self._known = {(id(module), name) for module, name in self._places.values()}
+        self._places = Places(model, derived=True)
 
     def fills(self, module: nn.Module, name: str) -> bool:
         """Whether rank 0 has a tensor."""
-        return (id(module), name) in self._known
+        return self._places.holds(module, name)
 
     def fill(self, write: Callable[[Tensor, Tensor], None]) -> None:
         """Scatter the parameters and broadcast the buffers of rank 0, a tensor at a time.
@@ -76,9 +75,9 @@ class FromRankZero:
         """
         is_source = not dist.is_initialized() or dist.get_rank() == 0
         with torch.device("cpu"):
-            whole = _all_places(self._load()) if is_source else None
+            whole = Places(self._load(), derived=True).by_name if is_source else None
         written: set[int] = set()
-        for name, place in self._places.items():
+        for name, place in self._places.by_name.items():
             tensor = place.tensor
             if tensor.is_meta or id(tensor) in written:
                 continue
@@ -99,12 +98,3 @@ def _received(tensor: Tensor, whole: Tensor | None) -> Tensor:
     if dist.is_initialized():
         dist.broadcast(whole, src=0)
     return whole
-
-
-def _all_places(model: nn.Module) -> dict[str, Place]:
-    return {
-        f"{path}.{name}" if path else name: Place(module, name)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    }
